@@ -1,0 +1,39 @@
+"""What can go wrong, by name.
+
+`ValueError` is for what the user can put right: its text says what happened, with which values, and what to do.
+The classes here are for what the user cannot put right by changing a widget, and for a cancelled job.
+"""
+
+from __future__ import annotations
+
+
+class Refused(ValueError):
+    """A setting, plan or file that cannot be run; the text names the values and the way out."""
+
+
+class ProtocolError(Exception):
+    """Bytes that are not a message of ours: wrong version, unknown field, size or dtype that does not add up."""
+
+
+class SidecarError(RuntimeError):
+    """A failure inside the sidecar.
+
+    `rank` is None when the failure is not one rank's. `remote_traceback` is the text of the traceback in the process
+    where it happened, or empty.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        stage: str = "",
+        step: int | None = None,
+        remote_traceback: str = "",
+    ) -> None:
+        self.rank, self.stage, self.step, self.remote_traceback = rank, stage, step, remote_traceback
+        super().__init__(f"{message}\n\n{remote_traceback}".rstrip() if remote_traceback else message)
+
+
+class Cancelled(BaseException):
+    """The job was cancelled by the user. Not an `Exception`, so that no handler of errors swallows it."""

@@ -1,0 +1,136 @@
+"""Frozen settings and their checks: one definition for node, wire, command line and worker."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+AXES = ("data", "cfg", "ring", "ulysses", "tensor")
+"""The mesh axes, outermost first."""
+
+MAX_DEGREE = 64
+TINY_SHAPES = "tiny-shapes"
+FROM_MODEL = "from model"
+"""Choice of a component that comes with the model itself."""
+
+SAMPLER_NAMES = ("euler", "euler_ancestral", "dpmpp_2m", "uni_pc")
+SCHEDULER_NAMES = ("simple", "sgm_uniform", "beta", "normal")
+DTYPES = ("auto", "bf16", "fp16", "fp32")
+QUANT_KINDS = ("none",)
+
+_DEVICES = re.compile(r"auto|cpu:[1-9]\d?|cuda:\d{1,2}(,\d{1,2})*")
+
+
+class Settings(BaseModel):
+    """Base of every setting: immutable, strict about types, an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class ParallelSettings(Settings):
+    """Devices and the degree of each mesh axis; 0 leaves a degree to the planner.
+
+    `devices` is "auto", "cpu:N" (N ranks on the processor) or "cuda:0,1" (one rank on each device listed).
+    """
+
+    devices: str = "auto"
+    ulysses: int = Field(default=0, ge=0, le=MAX_DEGREE)
+    ring: int = Field(default=0, ge=0, le=MAX_DEGREE)
+    tensor: int = Field(default=0, ge=0, le=MAX_DEGREE)
+    cfg: int = Field(default=0, ge=0, le=MAX_DEGREE)
+    data: int = Field(default=0, ge=0, le=MAX_DEGREE)
+
+    @field_validator("devices")
+    @classmethod
+    def _known_devices(cls, devices: str) -> str:
+        devices = devices.replace(" ", "")
+        if not _DEVICES.fullmatch(devices):
+            raise ValueError(f"devices {devices!r} is not one of: auto, cpu:N (such as cpu:2), cuda:0,1")
+        listed = devices.removeprefix("cuda:").split(",")
+        if len(set(listed)) != len(listed):
+            raise ValueError(f"devices {devices!r} names a device twice: give each rank its own")
+        return devices
+
+    @model_validator(mode="after")
+    def _degrees_fit_devices(self) -> ParallelSettings:
+        count, product = self.device_count, self.product
+        if count is not None and (count % product if self.open_axes else count != product):
+            formula = " x ".join(f"{axis} {degree}" for axis, degree in self.set_degrees.items())
+            raise ValueError(
+                f"{self.devices} is {count} device{'s'[: count > 1]}, but {formula} = {product}: "
+                f"choose degrees whose product is {count}, or set a degree to 0 to have it chosen"
+            )
+        return self
+
+    @property
+    def device_count(self) -> int | None:
+        """How many devices are named; None for auto."""
+        if self.devices == "auto":
+            return None
+        kind, _, listed = self.devices.partition(":")
+        return int(listed) if kind == "cpu" else listed.count(",") + 1
+
+    @property
+    def set_degrees(self) -> dict[str, int]:
+        """The degrees that are not left to the planner, by axis."""
+        return {axis: getattr(self, axis) for axis in AXES if getattr(self, axis)}
+
+    @property
+    def open_axes(self) -> tuple[str, ...]:
+        """The axes that are left to the planner."""
+        return tuple(axis for axis in AXES if not getattr(self, axis))
+
+    @property
+    def product(self) -> int:
+        """Product of the degrees that are set."""
+        return math.prod(self.set_degrees.values())
+
+
+class ModelSettings(Settings):
+    """What Load Model describes: files by absolute path (or `tiny-shapes`), number format, plan.
+
+    `text_encoder`, `text_encoder_2` and `vae` are "from model" or the absolute path of a file or folder.
+    """
+
+    model: str = Field(min_length=1)
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    quant: Literal["none"] = "none"
+    text_encoder: str = FROM_MODEL
+    text_encoder_2: str = FROM_MODEL
+    vae: str = FROM_MODEL
+    parallel: ParallelSettings = ParallelSettings()
+
+    def __repr__(self) -> str:
+        return f"<Outrigger model {self.model.rsplit('/', 1)[-1]} {self.dtype} on {self.parallel.devices}>"
+
+    __str__ = __repr__
+
+
+class SampleSettings(Settings):
+    """The widgets of the Sampler, in the order and with the bounds of ComfyUI's KSampler."""
+
+    seed: int = Field(default=0, ge=0, le=0xFFFFFFFFFFFFFFFF)
+    steps: int = Field(default=20, ge=1, le=10000)
+    cfg: float = Field(default=5.0, ge=0.0, le=100.0, allow_inf_nan=False)
+    sampler_name: str = "euler"
+    scheduler: str = "simple"
+    denoise: float = Field(default=1.0, ge=0.0, le=1.0, allow_inf_nan=False)
+
+    @field_validator("sampler_name")
+    @classmethod
+    def _known_sampler(cls, name: str) -> str:
+        return _listed("sampler", name, SAMPLER_NAMES)
+
+    @field_validator("scheduler")
+    @classmethod
+    def _known_scheduler(cls, name: str) -> str:
+        return _listed("scheduler", name, SCHEDULER_NAMES)
+
+
+def _listed(what: str, name: str, names: tuple[str, ...]) -> str:
+    if name not in names:
+        raise ValueError(f"{what} {name!r} is not available in Outrigger; choose one of: {', '.join(names)}")
+    return name
