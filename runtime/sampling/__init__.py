@@ -1,0 +1,21 @@
+"""Noise, schedules and samplers that give ComfyUI's numbers."""
+
+from .latents import fit_empty_latent, from_model_space, to_model_space
+from .loop import run_sampler
+from .noise import draw_noise
+from .samplers import SAMPLERS, Denoise, ReportStep
+from .schedules import SCHEDULERS, FlowTable, make_sigmas
+
+__all__ = [
+    "SAMPLERS",
+    "SCHEDULERS",
+    "Denoise",
+    "FlowTable",
+    "ReportStep",
+    "draw_noise",
+    "fit_empty_latent",
+    "from_model_space",
+    "make_sigmas",
+    "run_sampler",
+    "to_model_space",
+]

@@ -1,0 +1,64 @@
+"""Latents in and out of a model's own space, and in and out of the noise, with ComfyUI's order of operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def is_empty(latent: torch.Tensor) -> bool:
+    """Whether the latent is all zeros: the mark of a latent that holds no picture."""
+    return not bool(torch.count_nonzero(latent))
+
+
+def fit_empty_latent(latent: torch.Tensor, *, channels: int, dims: int) -> torch.Tensor:
+    """The latent in the shape a model samples in: `channels` channels and `dims` dims after them (2 or 3).
+
+    Only an empty latent changes its channel count. A `(B, C, H, W)` latent for a video model gets one frame, and keeps
+    it: KSampler returns 5 dims for 4. Raises `ValueError` for a latent that holds a picture of another model.
+    """
+    if latent.shape[1] != channels:
+        if not is_empty(latent):
+            raise ValueError(
+                f"the latent has {latent.shape[1]} channels, but this model works on {channels}: "
+                f"encode the picture with this model's VAE, or use an empty latent"
+            )
+        latent = latent.new_zeros((latent.shape[0], channels, *latent.shape[2:]))
+    if dims == 3 and latent.ndim == 4:
+        latent = latent.unsqueeze(2)
+    if latent.ndim != dims + 2:
+        raise ValueError(f"the latent has shape {tuple(latent.shape)}, but this model works on {dims + 2} dims")
+    return latent
+
+
+def to_model_space(
+    latent: torch.Tensor, *, mean: Sequence[float], std: Sequence[float], scale: float = 1.0
+) -> torch.Tensor:
+    """From the VAE's space to the model's; `mean` and `std` are per channel. An empty latent stays empty."""
+    if is_empty(latent):
+        return latent
+    return (latent - _per_channel(mean, latent)) * scale / _per_channel(std, latent)
+
+
+def from_model_space(
+    latent: torch.Tensor, *, mean: Sequence[float], std: Sequence[float], scale: float = 1.0
+) -> torch.Tensor:
+    """From the model's space to the VAE's, in float32."""
+    latent = latent.to(torch.float32)
+    return latent * _per_channel(std, latent) / scale + _per_channel(mean, latent)
+
+
+def scale_noise(noise: torch.Tensor, latent: torch.Tensor, *, sigma: torch.Tensor) -> torch.Tensor:
+    """The noised latent of a flow model at `sigma`."""
+    return sigma * noise + (1.0 - sigma) * latent
+
+
+def unscale_noise(x: torch.Tensor, *, sigma: torch.Tensor) -> torch.Tensor:
+    """What a flow sampler hands on when it stops at `sigma`: the next one starts from it with `scale_noise`."""
+    return x / (1.0 - sigma)
+
+
+def _per_channel(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    shape = (1, len(values)) + (1,) * (like.ndim - 2)
+    return torch.tensor(values, dtype=torch.float32).view(shape).to(like.device, like.dtype)

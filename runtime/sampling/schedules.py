@@ -1,0 +1,108 @@
+"""Sigma schedules of flow models, equal to ComfyUI's to the last bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from scipy.special import betaincinv
+
+from .samplers import SAMPLERS
+
+
+@dataclass(frozen=True)
+class FlowTable:
+    """The noise levels of a flow model: `sigma = shift * t / (1 + (shift - 1) * t)` for t in (0, 1], 1000 of them.
+
+    `multiplier` times sigma is the timestep that the model is told. (ComfyUI's ModelSamplingDiscreteFlow.)
+    """
+
+    shift: float = 1.0
+    multiplier: float = 1000
+
+    @cached_property
+    def sigmas(self) -> torch.Tensor:
+        """(1000,) float32, rising."""
+        return self.sigma(torch.arange(1, 1001) / 1000 * self.multiplier)
+
+    def timestep(self, sigma: torch.Tensor) -> torch.Tensor:
+        """What the model is told for a sigma."""
+        return sigma * self.multiplier
+
+    def sigma(self, timestep: torch.Tensor) -> torch.Tensor:
+        """Sigma of a timestep in (0, multiplier]."""
+        return self._shifted(timestep / self.multiplier)
+
+    def percent_to_sigma(self, percent: float) -> float:
+        """Sigma at a fraction of the way: 0 is the start (sigma 1), 1 the end (sigma 0)."""
+        if percent <= 0.0:
+            return 1.0
+        if percent >= 1.0:
+            return 0.0
+        return self._shifted(1.0 - percent)
+
+    def _shifted(self, t):
+        return t if self.shift == 1.0 else self.shift * t / (1 + (self.shift - 1) * t)
+
+
+def simple(table: FlowTable, steps: int) -> torch.Tensor:
+    """Every 1000/steps-th entry of the table, from the top."""
+    stride = len(table.sigmas) / steps
+    picked = [-(1 + int(step * stride)) for step in range(steps)]
+    return _with_zero(table.sigmas[picked])
+
+
+def sgm_uniform(table: FlowTable, steps: int) -> torch.Tensor:
+    """Timesteps at even distance; the last, at the lowest sigma, left out."""
+    return _with_zero(table.sigma(_even_timesteps(table, steps + 1)[:-1]))
+
+
+def normal(table: FlowTable, steps: int) -> torch.Tensor:
+    """Timesteps at even distance, down to the lowest sigma, which stands for zero when it is that small."""
+    lowest = float(table.sigma(table.timestep(table.sigmas[0])))
+    if math.isclose(lowest, 0, abs_tol=0.00001):
+        return table.sigma(_even_timesteps(table, steps + 1))
+    return _with_zero(table.sigma(_even_timesteps(table, steps)))
+
+
+def beta(table: FlowTable, steps: int, *, alpha: float = 0.6, beta: float = 0.6) -> torch.Tensor:
+    """Timesteps at quantiles of a beta distribution (Lee et al. 2024, arXiv:2407.12173). Equal ones are taken once."""
+    highest = len(table.sigmas) - 1
+    quantiles = [1.0 - step / steps for step in range(steps)]
+    indices = [round(float(betaincinv(alpha, beta, quantile)) * highest) for quantile in quantiles]
+    return _with_zero(table.sigmas[list(dict.fromkeys(indices))])
+
+
+Schedule = Callable[[FlowTable, int], torch.Tensor]
+SCHEDULERS: dict[str, Schedule] = {"simple": simple, "sgm_uniform": sgm_uniform, "beta": beta, "normal": normal}
+
+
+def make_sigmas(
+    scheduler: str, steps: int, *, table: FlowTable, sampler_name: str, denoise: float = 1.0
+) -> torch.Tensor:
+    """The sigmas that KSampler would use: float32 on the CPU, falling, the last one 0.
+
+    `(steps + 1,)`, or fewer where the schedule has fewer to give, or `(0,)` for `denoise` 0: nothing to do. With
+    `denoise` below 1 they are the last of a longer schedule, of `steps / denoise` steps.
+    """
+    if denoise <= 0.0:
+        return torch.empty(0)
+    total = steps if denoise > 0.9999 else int(steps / denoise)
+    if SAMPLERS[sampler_name].drops_penultimate:
+        sigmas = SCHEDULERS[scheduler](table, total + 1)
+        sigmas = torch.cat([sigmas[:-2], sigmas[-1:]])
+    else:
+        sigmas = SCHEDULERS[scheduler](table, total)
+    return sigmas if denoise > 0.9999 else sigmas[-(steps + 1) :]
+
+
+def _even_timesteps(table: FlowTable, count: int) -> torch.Tensor:
+    ends = table.timestep(table.sigmas[[-1, 0]])
+    return torch.linspace(float(ends[0]), float(ends[1]), count)
+
+
+def _with_zero(sigmas: torch.Tensor) -> torch.Tensor:
+    return torch.cat([sigmas, sigmas.new_zeros(1)])
