@@ -118,16 +118,17 @@ def picture_batch(random: np.random.Generator, count: int, size: int) -> Tensor:
         top, left = random.integers(SIZE - size + 1, size=2)
         return draw(scene, SIZE, moment)[top : top + size, left : left + size]
 
-    return _to_tensor(np.stack([one() for _ in range(count)])[:, None])
+    return to_tensor(np.stack([one() for _ in range(count)])[:, None])
 
 
 def clip_batch(random: np.random.Generator, count: int, size: int) -> Tensor:
     """Drawn clips, (count, 3, FRAMES, size, size) from -1 to 1; one in four stands still."""
     scenes = [random_scene(random, moving=random.random() < 0.75) for _ in range(count)]
-    return _to_tensor(np.stack([draw_clip(scene, FRAMES, size) for scene in scenes]))
+    return to_tensor(np.stack([draw_clip(scene, FRAMES, size) for scene in scenes]))
 
 
-def _to_tensor(frames: np.ndarray) -> Tensor:
+def to_tensor(frames: np.ndarray) -> Tensor:
+    """(B, T, H, W, 3) from 0 to 1 -> (B, 3, T, H, W) from -1 to 1."""
     return torch.from_numpy(np.ascontiguousarray(frames.transpose(0, 4, 1, 2, 3))) * 2 - 1
 
 
