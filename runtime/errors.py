@@ -12,7 +12,14 @@ class Refused(ValueError):
 
 
 class ProtocolError(Exception):
-    """Bytes that are not a message of ours: wrong version, unknown field, size or dtype that does not add up."""
+    """Bytes that are not a message of ours: wrong version, unknown field, size or dtype that does not add up.
+
+    `job` is the job that the message names, as far as it could be read.
+    """
+
+    def __init__(self, message: str, *, job: str = "") -> None:
+        self.job = job
+        super().__init__(message)
 
 
 class SidecarError(RuntimeError):

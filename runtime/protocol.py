@@ -168,11 +168,20 @@ Request = Union[Hello, EncodeText, Sample, Decode, Cancel, Status, Shutdown]
 
 
 class Welcome(Message):
-    """The server is there, and speaks our version."""
+    """The server is there, and speaks our version. `pool` names its folder of shared memory, empty for none."""
 
     kind: Literal["welcome"] = "welcome"
     version: int = PROTOCOL_VERSION
     pid: int
+    pool: str = Field(default="", pattern=r"^[a-z0-9-]{0,80}$")
+
+
+class Ready(Message):
+    """A rank has joined the others and waits for requests; the server keeps it to itself."""
+
+    kind: Literal["ready"] = "ready"
+    pid: int
+    token: str = Field(default="", max_length=128)
 
 
 class Progress(Message):
@@ -267,7 +276,7 @@ class Report(Message):
     busy: str = ""
 
 
-Event = Union[Welcome, Progress, Notice, Encoded, Sampled, Decoded, Finished, Stopped, Failed, Report]
+Event = Union[Welcome, Ready, Progress, Notice, Encoded, Sampled, Decoded, Finished, Stopped, Failed, Report]
 Terminal = Union[Encoded, Sampled, Decoded, Stopped, Failed]
 """The events that end a job at the node."""
 
