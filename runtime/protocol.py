@@ -119,6 +119,7 @@ class Sample(Message):
 
     `latent` is ComfyUI's, `(B, C, H, W)` or `(B, C, F, H, W)`, in the VAE's own space. `batch_index` picks whose noise
     of the batch each item gets. An empty `negative` means that there is none. `preview` asks for a picture each step.
+    `cpu_noise_offset` is what the node's ComfyUI adds to the seed of the noise between steps on a CPU (0 before 0.7).
     """
 
     kind: Literal["sample"] = "sample"
@@ -130,6 +131,7 @@ class Sample(Message):
     latent: Tensor
     batch_index: tuple[Annotated[int, Field(ge=0, le=65535)], ...] | None = None
     preview: bool = False
+    cpu_noise_offset: int = Field(default=1, ge=0, le=1)
 
 
 class Decode(Message):

@@ -16,9 +16,10 @@ def draw_noise(
     """Noise of `shape` (B, ...) on the CPU, drawn for the whole batch at once.
 
     With `batch_index` one noise is drawn for each index from 0 up; item i gets that of `batch_index[i]`, and items that
-    name the same index share it. As in ComfyUI the indices alone say how many come back: B of `shape` is not looked at.
-    Call it with the shape the model samples in (after `latents.fit_empty_latent`).
+    name the same index share it. Call it with the shape the model samples in (after `latents.fit_empty_latent`).
     """
+    if batch_index is not None and len(batch_index) != shape[0]:
+        raise ValueError(f"batch_index {list(batch_index)} does not have one index for each of {shape[0]} latents")
     generator = torch.Generator("cpu").manual_seed(seed)
     if batch_index is None:
         return torch.randn(tuple(shape), generator=generator).to(dtype)

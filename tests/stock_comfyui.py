@@ -1,0 +1,122 @@
+"""Run in a process of its own: what the real ComfyUI computes, for the tests to compare with.
+
+usage: stock_comfyui.py REQUEST.json INPUTS.safetensors RESULTS.safetensors
+with COMFYUI_PATH naming ComfyUI's folder. A process of its own, since ComfyUI's `nodes.py` and our `nodes/` have one name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+ANALYTIC = "analytic"
+"""Name of the model that is a formula."""
+
+
+def velocity(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+    """A smooth flow model without weights: `timestep` is `(B,)`, sigma times 1000."""
+    level = (timestep / 1000).view(-1, *(1,) * (x.ndim - 1))
+    return 0.8 * x - 0.4 * torch.tanh(2 * x) + 0.3 * torch.cos(3 * level) * x.roll(1, dims=-1) - 0.1
+
+
+class VelocityNet(torch.nn.Module):
+    """`velocity` as ComfyUI calls a diffusion model."""
+
+    dtype = torch.float32
+
+    def __init__(self, **_: object) -> None:
+        super().__init__()
+
+    def forward(self, x, timestep, **_):
+        return velocity(x, timestep)
+
+
+def analytic_model():
+    """ComfyUI's MODEL around `velocity`, with Wan's latent format and shift."""
+    from comfy import model_base, model_management, model_patcher, supported_models
+
+    config = supported_models.WAN21_T2V({"image_model": "wan2.1", "model_type": "t2v"})
+    config.set_inference_dtype(torch.float32, None)
+    model = model_base.BaseModel(config, model_base.ModelType.FLOW, unet_model=VelocityNet)
+    device = model_management.get_torch_device()
+    return model_patcher.ModelPatcher(model, load_device=device, offload_device=device)
+
+
+def load_model(name: str):
+    """The model of a sample: the formula, or a checkpoint through UNETLoader."""
+    if name == ANALYTIC:
+        return analytic_model()
+    import folder_paths
+    import nodes
+
+    folder_paths.add_model_folder_path("diffusion_models", str(Path(name).parent))
+    return nodes.UNETLoader().load_unet(Path(name).name, "default")[0]
+
+
+def sigmas(case: dict) -> torch.Tensor:
+    """KSampler's own sigmas."""
+    from comfy import model_sampling, samplers
+
+    class Model:
+        model_options: dict = {}
+
+        def get_model_object(self, name: str):
+            table = model_sampling.ModelSamplingDiscreteFlow()
+            table.set_parameters(shift=case["shift"])
+            return table
+
+    names = {"sampler": case["sampler_name"], "scheduler": case["scheduler"]}
+    return samplers.KSampler(Model(), case["steps"], torch.device("cpu"), denoise=case["denoise"], **names).sigmas
+
+
+def noise(case: dict) -> torch.Tensor:
+    """What prepare_noise draws."""
+    from comfy import sample
+
+    return sample.prepare_noise(torch.zeros(case["shape"]), case["seed"], case["batch_index"])
+
+
+def sampled(case: dict, inputs: dict[str, torch.Tensor], models: dict) -> torch.Tensor:
+    """What the KSampler node returns. `latent`, `positive` and `negative` name inputs."""
+    import nodes
+
+    model = models.setdefault(case["model"], None) or load_model(case["model"])
+    models[case["model"]] = model
+    latent = {"samples": inputs[case["latent"]].clone()}
+    if case.get("batch_index") is not None:
+        latent["batch_index"] = case["batch_index"]
+    positive, negative = ([[inputs[case[side]], {}]] for side in ("positive", "negative"))
+    widgets = [case[name] for name in ("seed", "steps", "cfg", "sampler_name", "scheduler")]
+    return nodes.KSampler().sample(model, *widgets, positive, negative, latent, case["denoise"])[0]["samples"]
+
+
+def step_seed_offset() -> torch.Tensor:
+    """What this version adds to the seed of the noise between steps on a CPU."""
+    from comfy.k_diffusion.sampling import default_noise_sampler
+
+    drawn = default_noise_sampler(torch.zeros(4), seed=0)(None, None)
+    return torch.tensor(int(not torch.equal(drawn, torch.randn(4, generator=torch.Generator().manual_seed(0)))))
+
+
+def main(request_path: str, inputs_path: str, results_path: str) -> None:
+    sys.path[0] = os.environ["COMFYUI_PATH"]
+    import comfy.options
+
+    sys.argv[1:] = ["--cpu"]
+    comfy.options.enable_args_parsing()
+    request, inputs, models = json.loads(Path(request_path).read_text()), load_file(inputs_path), {}
+    results = {"step_seed_offset": step_seed_offset()}
+    for kind, compute in {"sigmas": sigmas, "noise": noise}.items():
+        results |= {f"{kind}.{number}": compute(case) for number, case in enumerate(request.get(kind, []))}
+    for number, case in enumerate(request.get("samples", [])):
+        results[f"samples.{number}"] = sampled(case, inputs, models)
+    save_file({name: tensor.contiguous() for name, tensor in results.items()}, results_path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,127 @@
+"""Noise, sigmas and samplers equal the real ComfyUI's."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from runtime import sampling
+from runtime.sampling.noise import step_noise
+from runtime.settings import SAMPLER_NAMES, SCHEDULER_NAMES
+from tests.stock import ask_comfyui, relative_error
+from tests.stock_comfyui import ANALYTIC, velocity
+
+pytestmark = pytest.mark.comfy
+
+SHIFTS = (1.0, 3.0, 8.0, 0.009)
+SIGMAS = [
+    {"scheduler": scheduler, "steps": steps, "shift": shift, "sampler_name": sampler_name, "denoise": denoise}
+    for scheduler, steps, shift, (sampler_name, denoise) in product(
+        SCHEDULER_NAMES,
+        (1, 2, 3, 4, 6, 7, 13, 20, 33, 50, 100, 250, 999, 1000, 1500),
+        SHIFTS,
+        (("euler", 1.0), ("euler", 0.99995), ("uni_pc", 1.0), ("euler", 0.7), ("uni_pc", 0.3), ("euler", 0.0)),
+    )
+]
+NOISE = [
+    {"shape": shape, "seed": seed, "batch_index": batch_index}
+    for (shape, batch_index), seed in product(
+        [
+            ((1, 16, 1, 8, 8), None),
+            ((3, 16, 3, 5, 7), None),
+            ((2, 3, 1, 3, 3), None),
+            ((1, 1, 1, 1, 3), None),
+            ((2, 16, 6, 6), [2, 0]),
+            ((4, 16, 1, 6, 6), [5, 1, 5, 0]),
+            ((2, 3, 3, 3), [1, 1]),
+            ((2, 16, 4, 4), [0, 1, 2]),
+        ],
+        (0, 1, 2**32 + 7, 2**64 - 1),
+    )
+]
+MEAN_STD = {
+    "mean": (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
+             0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921),
+    "std": (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
+            3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160),
+}  # fmt: skip
+"""Of Wan 2.1's latents."""
+INPUTS = {
+    "empty": torch.zeros(1, 16, 1, 6, 8),
+    "picture": torch.randn(2, 16, 2, 5, 6, generator=torch.Generator().manual_seed(3)),
+    "four_dims": torch.zeros(1, 4, 5, 6),
+    "prompt": torch.zeros(1, 4, 8),
+}
+SAMPLES = [
+    {"sampler_name": sampler_name, "scheduler": scheduler, "steps": steps, "denoise": denoise, "latent": latent}
+    for sampler_name, scheduler, steps, (denoise, latent) in product(
+        SAMPLER_NAMES,
+        SCHEDULER_NAMES,
+        (1, 2, 3, 6, 20),
+        ((1.0, "empty"), (1.0, "picture"), (0.7, "picture"), (0.3, "picture"), (1.0, "four_dims"), (0.0, "four_dims")),
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    """One run of ComfyUI for every test of this file."""
+    fixed = {"model": ANALYTIC, "seed": 11, "cfg": 1.0, "positive": "prompt", "negative": "prompt"}
+    samples = [fixed | case for case in SAMPLES]
+    folder = tmp_path_factory.mktemp("stock")
+    return ask_comfyui(folder, inputs=INPUTS, sigmas=SIGMAS, noise=NOISE, samples=samples)
+
+
+def test_sigmas_are_comfyuis_to_the_bit(stock):
+    for number, case in enumerate(SIGMAS):
+        names = {name: case[name] for name in ("sampler_name", "denoise")}
+        table = sampling.FlowTable(shift=case["shift"])
+        ours = sampling.make_sigmas(case["scheduler"], case["steps"], table=table, **names)
+        assert torch.equal(ours, stock[f"sigmas.{number}"]), case
+
+
+def test_noise_is_comfyuis_to_the_bit(stock):
+    for number, case in enumerate(NOISE):
+        assert torch.equal(sampling.draw_noise(**case), stock[f"noise.{number}"]), case
+
+
+@pytest.mark.parametrize("sampler_name", SAMPLER_NAMES)
+def test_sampler_gives_comfyuis_latent(stock, sampler_name):
+    errors = {}
+    for number, case in enumerate(SAMPLES):
+        theirs = stock[f"samples.{number}"]
+        if case["sampler_name"] == sampler_name and case["denoise"] > 0:
+            ours = sample_analytic(case, cpu_noise_offset=int(stock["step_seed_offset"]))
+            key = case["scheduler"], case["steps"], case["denoise"], case["latent"]
+            errors[key] = relative_error(ours, theirs)
+        elif case["sampler_name"] == sampler_name:
+            assert torch.equal(sample_analytic(case, cpu_noise_offset=0), theirs)
+    worst = max(errors, key=errors.get)
+    print(f"{sampler_name}: {len(errors)} cases, worst relative error {errors[worst]:.1e} at {worst}")
+    assert not {key: error for key, error in errors.items() if not error <= 1e-6}
+
+
+def sample_analytic(case: dict, *, cpu_noise_offset: int) -> torch.Tensor:
+    """The way of a latent through the engine, with `velocity` for a model."""
+    latent = sampling.fit_empty_latent(INPUTS[case["latent"]], channels=16, dims=3)
+    table, names = sampling.FlowTable(shift=8.0), {"sampler_name": case["sampler_name"]}
+    sigmas = sampling.make_sigmas(case["scheduler"], case["steps"], table=table, denoise=case["denoise"], **names)
+    if not len(sigmas):
+        return latent
+
+    def denoise(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        return x - velocity(x, table.timestep(sigma).expand(x.shape[0])) * sigma
+
+    noise = sampling.draw_noise(latent.shape, seed=11)
+    latent = sampling.to_model_space(latent, **MEAN_STD)
+    knobs = {"seed": 11, "cpu_noise_offset": cpu_noise_offset, "progress": lambda step, total, denoised: None}
+    x = sampling.run_sampler(denoise, noise, latent, sigmas, **names, **knobs)
+    return sampling.from_model_space(x, **MEAN_STD)
+
+
+def test_noise_between_steps_starts_where_comfyuis_does(stock):
+    offset = int(stock["step_seed_offset"])
+    drawn = step_noise(torch.zeros(4), seed=0, cpu_offset=offset)(None, None)
+    assert torch.equal(drawn, torch.randn(4, generator=torch.Generator().manual_seed(offset)))
