@@ -92,7 +92,8 @@ class ParallelSettings(Settings):
 class ModelSettings(Settings):
     """What Load Model describes: files by absolute path (or `tiny-shapes`), number format, plan.
 
-    `text_encoder`, `text_encoder_2` and `vae` are "from model" or the absolute path of a file or folder.
+    `text_encoder`, `text_encoder_2` and `vae` are "from model" or the absolute path of a file or folder. `stamp` changes
+    when one of the files changes, so that a file replaced in place is another model.
     """
 
     model: str = Field(min_length=1)
@@ -102,6 +103,7 @@ class ModelSettings(Settings):
     text_encoder_2: str = FROM_MODEL
     vae: str = FROM_MODEL
     parallel: ParallelSettings = ParallelSettings()
+    stamp: str = Field(default="", max_length=256)
 
     def __repr__(self) -> str:
         return f"<Outrigger model {self.model.rsplit('/', 1)[-1]} {self.dtype} on {self.parallel.devices}>"

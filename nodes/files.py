@@ -1,0 +1,129 @@
+"""Model files by the names that the combos show, and back to paths.
+
+A name is the file's own, as ComfyUI's loaders show it. Where two folders hold the same name, each gets its folder in
+brackets, and the bare name is refused: what a workflow means must not depend on what else is installed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import host
+from .parts import FROM_MODEL, TINY_SHAPES
+
+SAFE_SUFFIXES = (".safetensors", ".sft")
+MODEL_FOLDERS = ("diffusion_models", "checkpoints", "diffusers")
+BUILT_IN = "built in"
+
+
+def model_choices() -> list[str]:
+    """What the model combo offers: the built-in model first, then files and folders by name."""
+    found = _found(MODEL_FOLDERS, built_in=TINY_SHAPES)
+    return [_label(name, folder, found) for name, folders in found.items() for folder in folders]
+
+
+def component_choices(folder: str) -> list[str]:
+    """What a combo of text encoders or VAEs offers: the model's own first."""
+    return [FROM_MODEL, *_names(folder)]
+
+
+def find_model(choice: str) -> str:
+    """Absolute path of a model by its choice (the built-in model stays a name). Raises `ValueError` with the way out."""
+    found = _found(MODEL_FOLDERS, built_in=TINY_SHAPES)
+    name, folder = _parted(choice)
+    folders = found.get(name, [])
+    if folder not in folders and len(folders) > 1:
+        choices = ", ".join(_label(name, each, found) for each in folders)
+        raise ValueError(f"model {choice!r} is in more than one folder: choose one of {choices}")
+    if not folders or (folder and folder not in folders):
+        raise ValueError(_not_found("model", choice, list(found), MODEL_FOLDERS))
+    return _path(folder or folders[0], name)
+
+
+def find_component(what: str, choice: str, folder: str) -> str:
+    """Absolute path of a text encoder or VAE by its choice; the model's own stays a name."""
+    if choice == FROM_MODEL:
+        return choice
+    names = _names(folder)
+    if choice not in names:
+        raise ValueError(_not_found(what, choice, names, (folder,)))
+    return _path(folder, choice)
+
+
+def find_all(model: str, *, text_encoder: str, text_encoder_2: str, vae: str) -> dict[str, str]:
+    """Path of the model and of each component, by the name of its widget. Raises `ValueError` with the way out."""
+    return {
+        "model": find_model(model),
+        "text_encoder": find_component("text_encoder", text_encoder, "text_encoders"),
+        "text_encoder_2": find_component("text_encoder_2", text_encoder_2, "text_encoders"),
+        "vae": find_component("vae", vae, "vae"),
+    }
+
+
+def stamp(paths: dict[str, str]) -> str:
+    """Changes when a file, or a file of a folder, changes: count, size and time of the last change."""
+    files = [file for path in paths.values() if os.path.isabs(path) for file in _files_of(Path(path))]
+    stats = [file.stat() for file in files]
+    return f"{len(files)}-{sum(s.st_size for s in stats)}-{max((s.st_mtime_ns for s in stats), default=0)}"
+
+
+def _files_of(path: Path) -> list[Path]:
+    return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+
+
+def _found(folders: tuple[str, ...], *, built_in: str) -> dict[str, list[str]]:
+    """The folders that hold each name, in the order of the folders."""
+    found = {built_in: [BUILT_IN]}
+    for folder in folders:
+        for name in _names(folder):
+            found.setdefault(name, []).append(folder)
+    return found
+
+
+def _names(folder: str) -> list[str]:
+    if folder == "diffusers":
+        return sorted(_diffusers_folders())
+    return [name for name in host.model_files(folder) if name.lower().endswith(SAFE_SUFFIXES)]
+
+
+def _diffusers_folders() -> Iterator[str]:
+    for root in host.model_roots("diffusers"):
+        for place, inside, files in os.walk(root, followlinks=True):
+            if "model_index.json" in files and Path(place) != root:
+                yield os.path.relpath(place, root)
+                inside.clear()  # what is below a model is part of it
+            inside[:] = [name for name in inside if not name.startswith(".")]
+
+
+def _path(folder: str, name: str) -> str:
+    if folder == BUILT_IN:
+        return name
+    if folder == "diffusers":
+        return next(str(root / name) for root in host.model_roots(folder) if (root / name / "model_index.json").is_file())
+    found = host.model_path(folder, name)
+    if found is None:
+        raise ValueError(f"{name!r} of the folder {folder!r} is gone: press R to refresh the lists, and choose again")
+    return os.path.abspath(found)
+
+
+def _label(name: str, folder: str, found: dict[str, list[str]]) -> str:
+    return name if len(found[name]) == 1 or folder == BUILT_IN else f"{name} [{folder}]"
+
+
+def _parted(choice: str) -> tuple[str, str]:
+    """Name and folder of a choice; the folder is empty for a bare name, and the built-in model is always meant by its own."""
+    name, bracket, rest = choice.rpartition(" [")
+    if bracket and rest.endswith("]") and rest[:-1] in MODEL_FOLDERS:
+        return name, rest[:-1]
+    return choice, BUILT_IN if choice == TINY_SHAPES else ""
+
+
+def _not_found(what: str, choice: str, names: list[str], folders: tuple[str, ...]) -> str:
+    if Path(choice).suffix.lower() in (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".pt2"):
+        return f"{what} {choice!r}: convert it to .safetensors, the only format of a single file that Outrigger reads"
+    near = difflib.get_close_matches(choice, names, n=3, cutoff=0.5)
+    nearest = f"; the nearest names are {', '.join(near)}" if near else ""
+    return f"{what} {choice!r} is not in models/{' or models/'.join(folders)}{nearest}"

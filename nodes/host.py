@@ -1,0 +1,80 @@
+"""ComfyUI's internals that this pack touches: all of them, here and nowhere else. A test checks that each is there.
+
+Besides these the nodes use `comfy_api.latest`, which is ComfyUI's public interface.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import comfy.cli_args
+import comfy.model_management
+import comfy.utils
+import folder_paths
+import server
+
+Interrupted = comfy.model_management.InterruptProcessingException
+"""What a node raises when the user pressed Cancel. An `Exception` before ComfyUI 0.20, a `BaseException` since."""
+
+
+def python() -> str:
+    """The Python that ComfyUI runs on, as one types it."""
+    return sys.executable or "python"
+
+
+def interrupted() -> bool:
+    """Whether the user pressed Cancel; the mark stays."""
+    return comfy.model_management.processing_interrupted()
+
+
+def interrupt() -> None:
+    """Raise ComfyUI's own interrupt, and take its mark back as ComfyUI does."""
+    comfy.model_management.interrupt_current_processing(False)
+    raise Interrupted()
+
+
+def progress_bar(total: int, node_id: str | None) -> Callable[..., None]:
+    """`update(value, total, preview)` of ComfyUI's progress bar on a node. It raises `Interrupted` after Cancel."""
+    return comfy.utils.ProgressBar(total, node_id=node_id).update_absolute
+
+
+def show_text(text: str, node_id: str | None) -> None:
+    """Put a line of text on a node, for the browser that queued the prompt."""
+    prompt_server = getattr(server.PromptServer, "instance", None)
+    send = getattr(prompt_server, "send_progress_text", None)
+    if send is not None and node_id is not None:
+        send(text, node_id, prompt_server.client_id)
+
+
+def wants_previews() -> bool:
+    """Whether ComfyUI asks for latent previews now (`--preview-method`, or the prompt's own setting)."""
+    return comfy.cli_args.args.preview_method != comfy.cli_args.LatentPreviewMethod.NoPreviews
+
+
+def preview_size() -> int:
+    """Largest side of a preview, in pixels."""
+    return comfy.cli_args.args.preview_size
+
+
+def to_intermediate(tensor: Any) -> Any:
+    """The tensor where ComfyUI keeps what travels between nodes: on the processor, unless told otherwise."""
+    return tensor.to(comfy.model_management.intermediate_device())
+
+
+def model_files(folder: str) -> list[str]:
+    """Names of the files of a model folder, as ComfyUI lists them."""
+    return folder_paths.get_filename_list(folder)
+
+
+def model_path(folder: str, name: str) -> Path | None:
+    """Where a file of a model folder is, or None."""
+    found = folder_paths.get_full_path(folder, name)
+    return Path(found) if found else None
+
+
+def model_roots(folder: str) -> list[Path]:
+    """The places on disk that make up a model folder."""
+    return [Path(root) for root in folder_paths.get_folder_paths(folder)]

@@ -1,0 +1,120 @@
+"""Load Model: names a model and how to run it. Loading happens when the first node that needs the model runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from . import files
+from .io_types import CATEGORY, Memory, Model, Parallel, Speed, advanced, searchable
+from .parts import DTYPES, FROM_MODEL, QUANT_KINDS, TINY_SHAPES, settings
+from .sentences import in_our_words
+
+
+def _component(name: str, folder: str, tooltip: str) -> io.Input:
+    return io.Combo.Input(
+        name, options=files.component_choices(folder), optional=True, default=FROM_MODEL, tooltip=tooltip
+    )
+
+
+class OutriggerLoadModel(io.ComfyNode):
+    """Widgets and plan to `ModelSettings`."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        schema = io.Schema(
+            node_id="OutriggerLoadModel",
+            display_name="Outrigger Load Model",
+            category=CATEGORY,
+            description=(
+                "Names a diffusion transformer and how to run it. The output carries these settings, not weights: the "
+                "sidecar loads the model when the first node needs it, and keeps it."
+            ),
+            inputs=[
+                io.Combo.Input(
+                    "model",
+                    options=files.model_choices(),
+                    tooltip=(
+                        "A .safetensors file of models/diffusion_models or models/checkpoints, a Diffusers folder of "
+                        "models/diffusers, or tiny-shapes, the small model that comes with Outrigger."
+                    ),
+                ),
+                io.Combo.Input(
+                    "dtype",
+                    options=list(DTYPES),
+                    optional=True,
+                    default=DTYPES[0],
+                    tooltip="Number format of the weights. auto: bf16 on a GPU that has it, fp32 on the processor.",
+                ),
+                io.Combo.Input(
+                    "quant",
+                    options=list(QUANT_KINDS),
+                    optional=True,
+                    default=QUANT_KINDS[0],
+                    tooltip="Quantisation of the weights. This version knows none.",
+                ),
+                _component("text_encoder", "text_encoders", "Text encoder. from model: the one in the model's folder."),
+                advanced(_component("text_encoder_2", "text_encoders", "Second text encoder, for models that have two.")),
+                _component("vae", "vae", "VAE for Outrigger Decode. from model: the one in the model's folder."),
+                Parallel.Input(
+                    "parallel",
+                    optional=True,
+                    tooltip="Devices and degrees, from Configure Parallelism. Unconnected: chosen automatically.",
+                ),
+                Memory.Input("memory", optional=True, tooltip="Reserved for Configure Memory of a later version."),
+                Speed.Input("speed", optional=True, tooltip="Reserved for Configure Speed of a later version."),
+            ],
+            outputs=[
+                Model.Output(
+                    display_name="model", tooltip="The settings, for Text Encode, Sampler and Decode. No weights."
+                )
+            ],
+        )
+        return searchable(schema, "load diffusion model", "unet loader", "checkpoint", "diffusers", "wan")
+
+    @classmethod
+    def validate_inputs(cls, model: str | None = None) -> bool | str:
+        """Called when the prompt is queued. The other values are looked at before anything is loaded."""
+        try:
+            if model is not None:
+                files.find_model(model)
+        except ValueError as error:
+            return str(error)
+        return True
+
+    @classmethod
+    def fingerprint_inputs(
+        cls,
+        model: str = TINY_SHAPES,
+        text_encoder: str = FROM_MODEL,
+        text_encoder_2: str = FROM_MODEL,
+        vae: str = FROM_MODEL,
+        **others: Any,
+    ) -> str:
+        """Changes when a file behind a name changes."""
+        return files.stamp(files.find_all(model, text_encoder=text_encoder, text_encoder_2=text_encoder_2, vae=vae))
+
+    @classmethod
+    def execute(
+        cls,
+        model: str,
+        dtype: str = "auto",
+        quant: str = "none",
+        text_encoder: str = FROM_MODEL,
+        text_encoder_2: str = FROM_MODEL,
+        vae: str = FROM_MODEL,
+        parallel: Any = None,
+        memory: Any = None,
+        speed: Any = None,
+    ) -> io.NodeOutput:
+        for name, value in (("memory", memory), ("speed", speed)):
+            if value is not None:
+                raise ValueError(f"{name}: disconnect this input: this version of Outrigger has no {name} settings yet")
+        paths = files.find_all(model, text_encoder=text_encoder, text_encoder_2=text_encoder_2, vae=vae)
+        plan = settings.ParallelSettings() if parallel is None else parallel
+        return io.NodeOutput(
+            in_our_words(
+                settings.ModelSettings, **paths, dtype=dtype, quant=quant, parallel=plan, stamp=files.stamp(paths)
+            )
+        )

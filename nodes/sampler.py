@@ -1,0 +1,144 @@
+"""Sampler: KSampler's widgets and sockets; the steps run in the sidecar."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from comfy_api.latest import io
+
+from . import host
+from .display import NodeDisplay
+from .io_types import CATEGORY, Model, searchable
+from .parts import SAMPLER_NAMES, SCHEDULER_NAMES, convert, session, settings
+from .sentences import in_our_words
+
+
+class OutriggerSampler(io.ComfyNode):
+    """Model, CONDITIONING and LATENT to LATENT."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        schema = io.Schema(
+            node_id="OutriggerSampler",
+            display_name="Outrigger Sampler",
+            category=CATEGORY,
+            description=(
+                "Denoises a latent, on one rank or several. The same seed and settings give the latent that KSampler gives."
+            ),
+            inputs=[
+                Model.Input("model", tooltip="From Outrigger Load Model."),
+                *_noise_and_steps(),
+                io.Conditioning.Input("positive", tooltip="What the picture should show."),
+                io.Conditioning.Input(
+                    "negative",
+                    optional=True,
+                    tooltip="What the picture should not show. Unconnected: the empty prompt, where cfg asks for one.",
+                ),
+                io.Latent.Input("latent_image", tooltip="The latent to denoise; an empty one for text to image or video."),
+                io.Float.Input(
+                    "denoise",
+                    optional=True,
+                    default=1.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="How much of the latent is replaced by noise; lower values keep its structure.",
+                ),
+            ],
+            outputs=[io.Latent.Output(display_name="latent", tooltip="The denoised latent, in the VAE's own space.")],
+            hidden=[io.Hidden.unique_id],
+        )
+        return searchable(schema, "ksampler", "denoise", "sample")
+
+    @classmethod
+    def validate_inputs(
+        cls, sampler_name: str = SAMPLER_NAMES[0], scheduler: str = SCHEDULER_NAMES[0]
+    ) -> bool | str:
+        """Called when the prompt is queued. ComfyUI itself sees to the bounds of the numbers."""
+        try:
+            in_our_words(settings.SampleSettings, sampler_name=sampler_name, scheduler=scheduler)
+        except ValueError as error:
+            return str(error)
+        return True
+
+    @classmethod
+    def execute(
+        cls,
+        model: Any,
+        positive: Any,
+        latent_image: Any,
+        negative: Any = None,
+        seed: int = 0,
+        steps: int = 20,
+        cfg: float = 5.0,
+        sampler_name: str = SAMPLER_NAMES[0],
+        scheduler: str = SCHEDULER_NAMES[0],
+        denoise: float = 1.0,
+    ) -> io.NodeOutput:
+        widgets = in_our_words(
+            settings.SampleSettings,
+            seed=seed,
+            steps=steps,
+            cfg=cfg,
+            sampler_name=sampler_name,
+            scheduler=scheduler,
+            denoise=denoise,
+        )
+        display = NodeDisplay(cls.hidden.unique_id, stage="sampling")
+        latent = session.sample(
+            model,
+            widgets,
+            positive=convert.to_conditioning(positive, "positive"),
+            negative=_negative(model, negative, cfg, display),
+            latent=convert.to_latent(latent_image, "latent_image"),
+            batch_index=convert.batch_index(latent_image),
+            preview=host.wants_previews(),
+            display=display,
+        )
+        return io.NodeOutput(convert.from_latent(latent, latent_image))
+
+
+def _noise_and_steps() -> list[io.Input]:
+    """KSampler's widgets between model and positive, in its order and with its bounds."""
+    return [
+        io.Int.Input(
+            "seed",
+            optional=True,
+            default=0,
+            min=0,
+            max=0xFFFFFFFFFFFFFFFF,
+            control_after_generate=True,
+            tooltip="Seed of the noise; the noise is ComfyUI's own.",
+        ),
+        io.Int.Input(
+            "steps", optional=True, default=20, min=1, max=10000, tooltip="How many steps the denoising takes."
+        ),
+        io.Float.Input(
+            "cfg",
+            optional=True,
+            default=5.0,
+            min=0.0,
+            max=100.0,
+            step=0.1,
+            round=0.01,
+            tooltip="Guidance: how closely the picture follows the prompt. 1 leaves the negative prompt out, and is twice as fast.",
+        ),
+        io.Combo.Input(
+            "sampler_name", options=list(SAMPLER_NAMES), optional=True, default=SAMPLER_NAMES[0],
+            tooltip="The algorithm of the steps, by KSampler's names.",
+        ),
+        io.Combo.Input(
+            "scheduler", options=list(SCHEDULER_NAMES), optional=True, default=SCHEDULER_NAMES[0],
+            tooltip="How the noise level falls over the steps, by KSampler's names.",
+        ),
+    ]  # fmt: skip
+
+
+def _negative(model: Any, negative: Any, cfg: float, display: NodeDisplay) -> tuple:
+    """The negative prompt; where none is connected and guidance needs one, the model's own empty prompt."""
+    if negative is not None:
+        return convert.to_conditioning(negative, "negative")
+    if math.isclose(cfg, 1.0):
+        return ()
+    return (session.encode_text(model, "", display),)

@@ -1,0 +1,125 @@
+"""The one sidecar of this ComfyUI process: started on first use, found by every node, started again after a crash."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from contextlib import closing
+
+import torch
+
+from ..runtime.client import Sidecar
+from ..runtime.errors import Cancelled, SidecarError
+from ..runtime.protocol import Conditioning, Decode, Decoded, Encoded, EncodeText, Notice, Progress, Sample, Sampled
+from ..runtime.settings import ModelSettings, SampleSettings
+from . import host
+from .display import NodeDisplay
+from .sentences import in_our_words
+
+log = logging.getLogger("outrigger")
+
+
+class SidecarFailure(RuntimeError):
+    """What went wrong in the sidecar and is not a matter of a widget: rank, stage and step, and the traceback there."""
+
+    __module__ = "outrigger"
+
+
+class _Session:
+    """The process handle, the only state of the pack."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sidecar: Sidecar | None = None
+
+    def sidecar(self) -> Sidecar:
+        """The sidecar, alive. Raises `SidecarError` when it cannot be started."""
+        with self._lock:
+            if self._sidecar is not None and not self._sidecar.alive:
+                self._sidecar.close()
+                self._sidecar = None
+            if self._sidecar is None:
+                self._sidecar = Sidecar.start(log=log.info)
+            return self._sidecar
+
+
+_session = _Session()
+
+
+def encode_text(model: ModelSettings, text: str, display: NodeDisplay) -> Conditioning:
+    """The prompt, encoded with the model's own text encoder. Raises as `run` does."""
+    return run(in_our_words(EncodeText, job=_new_job(), model=model, text=text), display).conditioning
+
+
+def sample(
+    model: ModelSettings,
+    settings: SampleSettings,
+    *,
+    positive: tuple[Conditioning, ...],
+    negative: tuple[Conditioning, ...],
+    latent: torch.Tensor,
+    batch_index: tuple[int, ...] | None,
+    preview: bool,
+    display: NodeDisplay,
+) -> torch.Tensor:
+    """The denoised latent. Raises as `run` does."""
+    request = in_our_words(
+        Sample,
+        job=_new_job(),
+        model=model,
+        settings=settings,
+        positive=positive,
+        negative=negative,
+        latent=latent,
+        batch_index=batch_index,
+        preview=preview,
+    )
+    return run(request, display).latent
+
+
+def decode(model: ModelSettings, latent: torch.Tensor, display: NodeDisplay) -> torch.Tensor:
+    """The pictures of a latent, `(B * F, H, W, 3)` in 0..1. Raises as `run` does."""
+    return run(in_our_words(Decode, job=_new_job(), model=model, latent=latent), display).images
+
+
+def run(request: EncodeText | Sample | Decode, display: NodeDisplay) -> Encoded | Sampled | Decoded:
+    """Have the sidecar do a request, and show how it goes.
+
+    Raises `ValueError` for what the user can put right, `SidecarFailure` for what they cannot,
+    `torch.OutOfMemoryError` so that ComfyUI makes room, and ComfyUI's interrupt after Cancel.
+    """
+    try:
+        result = _follow(request, display)
+    except Cancelled:
+        host.interrupt()
+    except SidecarError as error:
+        raise _as_comfyui_shows_it(error) from error
+    display.text(f"{display.stage} took {result.seconds:.2f} s")
+    return result
+
+
+def _follow(request: EncodeText | Sample | Decode, display: NodeDisplay) -> Encoded | Sampled | Decoded:
+    if host.interrupted():
+        raise Cancelled
+    sidecar = _session.sidecar()
+    with closing(sidecar.call(request, interrupted=lambda: display.cancelled or host.interrupted())) as events:
+        for event in events:
+            match event:
+                case Progress():
+                    display.progress(event)
+                case Notice():
+                    display.notice(event)
+                case Encoded() | Sampled() | Decoded():
+                    return event
+    raise SidecarError("the sidecar ended the job without a result: queue the prompt again")
+
+
+def _new_job() -> str:
+    return uuid.uuid4().hex
+
+
+def _as_comfyui_shows_it(error: SidecarError) -> Exception:
+    if getattr(error, "out_of_memory", False):
+        return torch.OutOfMemoryError(str(error))
+    return SidecarFailure(str(error))
