@@ -1,0 +1,77 @@
+"""The one place that touches diffusers' private parts: how a model's attention reaches us.
+
+Every attention of a diffusers model ends in `dispatch_attention_fn(..., backend=processor._attention_backend,
+parallel_config=processor._parallel_config)`. A processor that is given a backend of ours and, as parallel configuration,
+an `AttentionExchange` hands us query, key and value; the others stay as they are. A processor that sets
+`parallel_config` to None for cross attention thereby asks for plain local attention. `tests/test_seam.py` guards this.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from diffusers.models import attention_dispatch
+from torch import nn
+
+BACKEND_NAME = "outrigger"
+
+
+class AttentionExchange(Protocol):
+    """Makes of each rank's query, key and value what it computes attention on, and of the result its own part."""
+
+    def before(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Before attention; all `(B, S, H, D)`."""
+
+    def after(self, output: torch.Tensor) -> torch.Tensor:
+        """After attention; `(B, S, H, D)`."""
+
+
+def route_attention(module: nn.Module, exchange: AttentionExchange) -> None:
+    """Let the attention of a module (one that has a processor) run through `exchange`.
+
+    Raises `RuntimeError` when its processor has no such seam: it would silently attend to its own tokens alone.
+    """
+    processor = getattr(module, "processor", None)
+    if not (hasattr(processor, "_attention_backend") and hasattr(processor, "_parallel_config")):
+        raise RuntimeError(f"{type(module).__name__} with {type(processor).__name__} cannot be run over several ranks")
+    processor._attention_backend = _backend()
+    processor._parallel_config = exchange
+
+
+def _backend() -> attention_dispatch.AttentionBackendName:
+    """Our entry in diffusers' table of backends, added on first use."""
+    registry, names = attention_dispatch._AttentionBackendRegistry, attention_dispatch.AttentionBackendName
+    for name in registry.list_backends():
+        if name.value == BACKEND_NAME:
+            return name
+    name = str.__new__(names, BACKEND_NAME)
+    name._name_, name._value_ = BACKEND_NAME.upper(), BACKEND_NAME
+    registry.register(name)(_attention)
+    return name
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    _parallel_config: AttentionExchange | None = None,
+) -> torch.Tensor:
+    """Scaled dot product attention of `(B, S, H, D)`, over all ranks of the exchange when there is one."""
+    if _parallel_config is not None:
+        if attn_mask is not None or is_causal:
+            raise RuntimeError("masked attention cannot be run over several ranks in this version")
+        query, key, value = _parallel_config.before(query, key, value)
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    output = F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    ).transpose(1, 2)
+    return output if _parallel_config is None else _parallel_config.after(output)

@@ -1,0 +1,1 @@
+"""Text encoders and autoencoders: the classes of transformers and diffusers, on the first rank alone."""

@@ -1,0 +1,8 @@
+"""The architectures that run here. A new one is a file and a line."""
+
+from __future__ import annotations
+
+from .spec import FamilySpec
+from .wan import WAN
+
+FAMILIES: dict[str, FamilySpec] = {family.name: family for family in (WAN,)}

@@ -1,0 +1,95 @@
+"""What a family of models is to the engine: plain data, readable without torch or diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shape of each tensor of a checkpoint, by name."""
+
+
+@dataclass(frozen=True)
+class LatentFormat:
+    """The space the VAE of a family works in.
+
+    `mean` and `std` are per channel, between the VAE's space and the model's. `rgb` and `rgb_bias` give a rough picture
+    from a latent in model space: one row of (red, green, blue) per channel.
+    """
+
+    channels: int
+    dims: Literal[2, 3]
+    spatial: int
+    temporal: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rgb: tuple[tuple[float, float, float], ...]
+    rgb_bias: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A relative that is told apart but not run: its name, and a tensor name (after renaming) that gives it away."""
+
+    name: str
+    tensor: str
+
+
+@dataclass(frozen=True)
+class TokenSplit:
+    """Where the token dim is split over the ranks and put together again.
+
+    `outputs` are modules whose outputs (a tensor or a tuple of them) are split; `inputs` are (module, argument) pairs
+    that are split on entry; `gathered` are modules whose output is gathered. All along `dim`.
+    """
+
+    outputs: tuple[str, ...]
+    inputs: tuple[tuple[str, str], ...]
+    gathered: tuple[str, ...]
+    dim: int = 1
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """A module whose tables are computed, not stored: built again with these arguments, read from the configuration."""
+
+    module: str
+    arguments: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class FamilySpec:
+    """One architecture.
+
+    `renames` are (pattern, replacement) pairs, applied in order to every name of ComfyUI's and the original layout; they
+    leave diffusers' own names as they are. `signature` are tensors (diffusers' names) every checkpoint of it has.
+    `config_from` works out the configuration of the class from the shapes (diffusers' names). `self_attention` is a
+    pattern of the modules whose attention runs over the split tokens. `inputs` says which field of a conditioning
+    becomes which argument of the model. `prediction` "velocity": denoised = x - sigma * output, told sigma * 1000.
+    """
+
+    name: str
+    title: str
+    pipeline_classes: tuple[str, ...]
+    transformer_class: str
+    signature: tuple[str, ...]
+    variants: tuple[Variant, ...]
+    renames: tuple[tuple[str, str], ...]
+    config_from: Callable[[Shapes], dict[str, Any]]
+    unsupported_config: Callable[[Mapping[str, Any]], str]
+    heads: str
+    head_dim: str
+    layers: str
+    blocks: tuple[str, ...]
+    split: TokenSplit
+    self_attention: str
+    patch: tuple[int, ...]
+    inputs: tuple[tuple[str, str], ...]
+    keep_float32: tuple[str, ...]
+    rebuilt: tuple[Rebuilt, ...]
+    prediction: Literal["velocity"]
+    shift: float
+    latent: LatentFormat
+    text_length: int
+    tiny: Mapping[str, Any]

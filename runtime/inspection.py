@@ -1,0 +1,257 @@
+"""What lies at a path: family, configuration and files of a model, without torch and without reading a weight."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from .errors import Refused
+from .families import FAMILIES
+from .families.spec import FamilySpec
+from .safetensors_header import TensorEntry, read_header
+from .settings import TINY_SHAPES
+from .tiny_shapes import MODEL_FOLDER
+
+RANDOM = "random:"
+PREFIXES = ("model.diffusion_model.", "diffusion_model.")
+"""What ComfyUI puts before the transformer's names, in an all-in-one checkpoint or a file of its own."""
+PICKLED = (".ckpt", ".pt", ".pth", ".bin")
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+MAX_JSON_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of weights: `names` leads from the model's name of a tensor to the file's."""
+
+    path: Path
+    names: Mapping[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model is and where its parts are. `sources` is empty for a model with random weights."""
+
+    name: str
+    family: str
+    heads: int
+    head_dim: int
+    layers: int
+    config: Mapping[str, Any] = field(repr=False)
+    sources: tuple[Source, ...] = field(default=(), repr=False)
+    text_encoder: Path | None = None
+    tokenizer: Path | None = None
+    vae: Path | None = None
+
+    @property
+    def spec(self) -> FamilySpec:
+        """The family's."""
+        return FAMILIES[self.family]
+
+
+def inspect_model(model: str) -> ModelFacts:
+    """The facts of `tiny-shapes`, `random:FAMILY`, a diffusers folder, a transformer folder or a .safetensors file.
+
+    Raises `Refused`, with the path, what was found and the way out.
+    """
+    if model.startswith(RANDOM):
+        return _random(model)
+    path = MODEL_FOLDER if model == TINY_SHAPES else Path(model)
+    if path.is_dir():
+        facts = _folder(path)
+    elif path.is_file():
+        facts = _file(path)
+    else:
+        raise Refused(f"{model}: no such file or folder. Choose a .safetensors file or a diffusers folder")
+    return replace(facts, name=TINY_SHAPES if model == TINY_SHAPES else path.name)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises `Refused` when it is missing, huge or something else."""
+    if not path.is_file():
+        raise Refused(f"{path} is missing: the model folder is not complete, download it again")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise Refused(f"{path} has {path.stat().st_size} bytes: that is no configuration")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{path} is not JSON: download it again") from error
+    if not isinstance(content, dict):
+        raise Refused(f"{path} is not a JSON object: download it again")
+    return content
+
+
+def _random(model: str) -> ModelFacts:
+    name = model.removeprefix(RANDOM)
+    if name not in FAMILIES:
+        raise Refused(f"{model}: no family {name!r}; there are: {', '.join(FAMILIES)}")
+    return _facts(FAMILIES[name], FAMILIES[name].tiny, name=model)
+
+
+def _facts(family: FamilySpec, config: Mapping[str, Any], *, name: str = "", **parts: Any) -> ModelFacts:
+    return ModelFacts(
+        name=name,
+        family=family.name,
+        heads=config[family.heads],
+        head_dim=config[family.head_dim],
+        layers=config[family.layers],
+        config=MappingProxyType(dict(config)),
+        **parts,
+    )
+
+
+# A diffusers folder -------------------------------------------------------------------------------------------------
+
+
+def _folder(path: Path) -> ModelFacts:
+    if (path / "model_index.json").is_file():
+        return _pipeline_folder(path)
+    if (path / "config.json").is_file():
+        return _transformer_folder(path)
+    raise Refused(
+        f"{path} has no model_index.json: it is not a diffusers model folder. Choose the folder that holds "
+        f"model_index.json and transformer/, or a .safetensors file"
+    )
+
+
+def _pipeline_folder(path: Path) -> ModelFacts:
+    index = read_json(path / "model_index.json")
+    pipeline = index.get("_class_name")
+    if not any(pipeline in family.pipeline_classes for family in FAMILIES.values()):
+        supported = ", ".join(name for family in FAMILIES.values() for name in family.pipeline_classes)
+        raise Refused(f"{path} is a {pipeline} model, which is not available yet. Available: {supported}")
+    if (path / "transformer_2").is_dir():
+        raise Refused(
+            f"{path} has two experts (transformer and transformer_2), which is not available yet as one model: choose "
+            f"{path / 'transformer'} or {path / 'transformer_2'} and use one after the other"
+        )
+    facts = _transformer_folder(path / "transformer")
+    parts = {part: path / part for part in ("text_encoder", "tokenizer", "vae") if (path / part).is_dir()}
+    return replace(facts, **parts)
+
+
+def _transformer_folder(path: Path) -> ModelFacts:
+    config = read_json(path / "config.json")
+    class_name = config.get("_class_name")
+    family = next((family for family in FAMILIES.values() if family.transformer_class == class_name), None)
+    if family is None:
+        supported = ", ".join(family.transformer_class for family in FAMILIES.values())
+        raise Refused(f"{path} is a {class_name}, which is not available yet. Available: {supported}")
+    other = family.unsupported_config(config)
+    if other:
+        raise Refused(f"{path} is {other}, which is not available yet. Available: {family.title}")
+    config = {key: tuple(v) if isinstance(v, list) else v for key, v in config.items() if not key.startswith("_")}
+    for key in (family.heads, family.head_dim, family.layers):
+        if type(config.get(key)) is not int or config[key] < 1:
+            raise Refused(f"{path / 'config.json'} does not say {key}: the file is damaged, download it again")
+    headers = {file: read_header(file) for file in _weight_files(path)}
+    _refuse_formats(path, {name: entry for header in headers.values() for name, entry in header.items()})
+    sources = tuple(Source(file, {name: name for name in header}) for file, header in headers.items())
+    return _facts(family, config, sources=sources)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / f"{WEIGHTS}.index.json"
+    if index.is_file():
+        listed = read_json(index).get("weight_map")
+        names = sorted({str(name) for name in listed.values()}) if isinstance(listed, dict) else []
+        files = [path / name for name in names if name == Path(name).name]
+    else:
+        files = [path / WEIGHTS]
+    for file in files:
+        if not file.is_file():
+            pickled = sorted(found.name for found in path.iterdir() if found.suffix in PICKLED)
+            raise Refused(f"{file} is missing{_pickled_too(pickled)}: download the .safetensors weights")
+    if not files:
+        raise Refused(f"{index} lists no files: download it again")
+    return files
+
+
+def _pickled_too(pickled: list[str]) -> str:
+    return f" ({pickled[0]} is a pickle, which can run code and is never opened)" if pickled else ""
+
+
+# A single file ------------------------------------------------------------------------------------------------------
+
+
+def _file(path: Path) -> ModelFacts:
+    if path.suffix.lower() in PICKLED:
+        raise Refused(f"{path} is a pickle, which can run code and is never opened: use a .safetensors file of the model")
+    if path.suffix.lower() == ".gguf":
+        raise Refused(f"{path}: GGUF files are not available yet, use a .safetensors file of the model")
+    if path.suffix.lower() not in (".safetensors", ".sft"):
+        raise Refused(f"{path} is not a .safetensors file: choose one, or a diffusers folder")
+    header = _transformer_part(read_header(path))
+    for family in FAMILIES.values():
+        names = {renamed(name, family): name for name in header}
+        if _looks_like(family, names):
+            return _file_of(family, path, header, names)
+    family_keys = "; ".join(f"{family.title}: {', '.join(family.signature[:3])}" for family in FAMILIES.values())
+    raise Refused(
+        f"{path} is of no architecture that is available. It has {len(header)} tensors such as "
+        f"{', '.join(sorted(header)[:3])}; looked for {family_keys}"
+    )
+
+
+def _transformer_part(header: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The transformer of a checkpoint, without the other models in it; the prefix stays on the names."""
+    for prefix in PREFIXES:
+        part = {name: entry for name, entry in header.items() if name.startswith(prefix)}
+        if part:
+            return part
+    return dict(header)
+
+
+def renamed(name: str, family: FamilySpec) -> str:
+    """A checkpoint's name of a tensor as the diffusers class has it."""
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    for pattern, replacement in family.renames:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _looks_like(family: FamilySpec, names: Mapping[str, str]) -> bool:
+    return sum(name in names for name in family.signature) * 2 > len(family.signature)
+
+
+def _file_of(
+    family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], names: Mapping[str, str]
+) -> ModelFacts:
+    for variant in family.variants:
+        if variant.tensor in names:
+            raise Refused(
+                f"{path} is {variant.name} (it has {names[variant.tensor]}), which is not available yet. "
+                f"Available: {family.title}"
+            )
+    missing = [name for name in family.signature if name not in names]
+    if missing:
+        raise Refused(f"{path} looks like {family.title}, but lacks {', '.join(missing)}: download it again")
+    _refuse_formats(path, header)
+    shapes = {name: header[original].shape for name, original in names.items()}
+    try:
+        config = family.config_from(shapes)
+    except (KeyError, IndexError, ValueError) as error:
+        raise Refused(f"{path} looks like {family.title}, but its tensors do not fit together ({error})") from error
+    other = family.unsupported_config(config)
+    if other:
+        raise Refused(f"{path} is {other}, which is not available yet. Available: {family.title}")
+    if config[family.heads] < 1:
+        raise Refused(f"{path} is too narrow for {family.title}: {shapes[family.signature[0]]}")
+    return _facts(family, config, sources=(Source(path, MappingProxyType(dict(names))),))
+
+
+def _refuse_formats(path: Path, header: Mapping[str, TensorEntry]) -> None:
+    for name, entry in header.items():
+        if entry.dtype.startswith("F8") or name.endswith(("scale_weight", "scaled_fp8")):
+            raise Refused(
+                f"{path} is quantised to 8 bit ({name} is {entry.dtype}), which is not available yet: use the bf16 or "
+                f"fp16 file of this model"
+            )
+        if entry.dtype not in ("F64", "F32", "F16", "BF16"):
+            raise Refused(f"{path} is quantised ({name} is {entry.dtype}), which is not available yet: use the bf16 file")

@@ -1,0 +1,1 @@
+"""The parallel kinds: functions of (tensors, group)."""

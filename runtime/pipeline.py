@@ -1,0 +1,162 @@
+"""A loaded model on one rank: text, sampling and decoding, without sockets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .checkpoint import load_transformer
+from .encoders.text import TextEncoder
+from .encoders.vae import VideoDecoder
+from .errors import Refused
+from .guidance import Denoiser
+from .inspection import ModelFacts, inspect_model
+from .mesh import Mesh
+from .prediction import Predictor
+from .previews import preview_image
+from .progress import ReportProgress
+from .protocol import Conditioning, Sample
+from .sampling import FlowTable, draw_noise, fit_empty_latent, from_model_space, make_sigmas, run_sampler, to_model_space
+from .sequence import split_tokens
+from .settings import FROM_MODEL, ModelSettings
+
+STAGE = "sampling"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+
+
+class Pipeline:
+    """One rank's share of a model. All ranks make the same calls with the same values."""
+
+    def __init__(self, transformer: nn.Module, facts: ModelFacts, *, settings: ModelSettings, mesh: Mesh) -> None:
+        self._facts, self._family, self._settings, self._mesh = facts, facts.spec, settings, mesh
+        self._dtype = _dtype(settings, mesh)
+        self._predict = Predictor(transformer, facts.spec, dtype=self._dtype)
+        self._text_encoder: TextEncoder | None = None
+        self._decoder: VideoDecoder | None = None
+
+    @classmethod
+    def load(cls, settings: ModelSettings, *, mesh: Mesh, progress: ReportProgress) -> Pipeline:
+        """Everything that changes a model, in this order. Encoder and VAE are read when they are first used."""
+        facts = inspect_model(settings.model)
+        _check_parts(settings)
+        transformer = load_transformer(facts, dtype=_dtype(settings, mesh), device=mesh.device, progress=progress)
+        group = mesh.group("ulysses")
+        if group is not None:
+            split_tokens(transformer, facts.spec.split, self_attention=facts.spec.self_attention, group=group)
+        return cls(transformer, facts, settings=settings, mesh=mesh)
+
+    def encode_text(self, text: str, *, progress: ReportProgress) -> Conditioning | None:
+        """The conditioning of a prompt; None on every rank but the first. Raises `Refused` without a text encoder."""
+        if self._mesh.rank != 0:
+            return None
+        if self._text_encoder is None:
+            progress("loading text encoder", 0, 1, together=False)
+            self._text_encoder = self._load_text_encoder()
+        return self._text_encoder.encode(text, progress=progress)
+
+    @torch.inference_mode()
+    def sample(self, request: Sample, *, progress: ReportProgress) -> torch.Tensor:
+        """The latent after sampling, float32 on the CPU, on every rank: what KSampler returns for the same widgets."""
+        settings, form = request.settings, self._family.latent
+        latent = fit_empty_latent(request.latent.float().cpu(), channels=form.channels, dims=form.dims)
+        sigmas = make_sigmas(
+            settings.scheduler,
+            settings.steps,
+            table=FlowTable(shift=self._family.shift),
+            sampler_name=settings.sampler_name,
+            denoise=settings.denoise,
+        )
+        if not len(sigmas):
+            return latent
+        noise = draw_noise(latent.shape, seed=settings.seed, batch_index=request.batch_index)
+        latent = to_model_space(latent.to(self._mesh.device), mean=form.mean, std=form.std)
+        x = run_sampler(
+            self._denoiser(request, batch=noise.shape[0]),
+            noise.to(self._mesh.device),
+            latent,
+            sigmas,
+            sampler_name=settings.sampler_name,
+            seed=settings.seed,
+            progress=self._step_reporter(request, progress),
+        )
+        return from_model_space(x, mean=form.mean, std=form.std).cpu().clone()
+
+    def decode(self, latent: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor | None:
+        """`(B * F, H, W, 3)` float32 in 0..1 on the CPU; None on every rank but the first. Raises `Refused` without a VAE."""
+        if self._mesh.rank != 0:
+            return None
+        if self._decoder is None:
+            progress("loading VAE", 0, 1, together=False)
+            self._decoder = self._load_decoder()
+        return self._decoder.decode(latent, progress=progress)
+
+    def _denoiser(self, request: Sample, *, batch: int) -> Denoiser:
+        return Denoiser(
+            self._predict,
+            [self._placed(entry) for entry in request.positive],
+            [self._placed(entry) for entry in request.negative],
+            cfg=request.settings.cfg,
+            batch=batch,
+            group=self._mesh.group("cfg"),
+        )
+
+    def _placed(self, conditioning: Conditioning) -> Conditioning:
+        """What the family reads of a conditioning, on the device and in the dtype of the model."""
+        width = self._facts.config["text_dim"]
+        if conditioning.embedding.ndim != 3 or conditioning.embedding.shape[-1] != width:
+            raise Refused(
+                f"the conditioning has shape {tuple(conditioning.embedding.shape)}, but {self._family.title} takes "
+                f"(batch, tokens, {width}): encode the prompt with the text encoder of this model"
+            )
+        return Conditioning(embedding=conditioning.embedding.to(self._mesh.device, self._dtype))
+
+    def _step_reporter(self, request: Sample, progress: ReportProgress):
+        wanted = request.preview and self._mesh.rank == 0
+
+        def report(step: int, total: int, denoised: torch.Tensor) -> None:
+            preview = preview_image(denoised, self._family.latent) if wanted else None
+            progress(STAGE, step, total, preview=preview)
+
+        return report
+
+    def _load_text_encoder(self) -> TextEncoder:
+        folder, tokenizer = self._facts.text_encoder, self._facts.tokenizer
+        if self._settings.text_encoder != FROM_MODEL:
+            folder = Path(self._settings.text_encoder)
+            tokenizer = next((path for path in (folder.parent / "tokenizer", folder) if path.is_dir()), None)
+        if folder is None or tokenizer is None:
+            raise Refused(
+                f"{self._facts.name} comes without a text encoder: use a CLIP Loader (type wan) and CLIP Text Encode, or "
+                f"choose the text_encoder folder of a diffusers model in Load Model"
+            )
+        return TextEncoder.load(
+            folder, tokenizer, length=self._family.text_length, dtype=self._dtype, device=self._mesh.device
+        )
+
+    def _load_decoder(self) -> VideoDecoder:
+        path = self._facts.vae if self._settings.vae == FROM_MODEL else Path(self._settings.vae)
+        if path is None:
+            raise Refused(
+                f"{self._facts.name} comes without a VAE: use a VAE Loader and VAE Decode, or choose a VAE in Load Model"
+            )
+        return VideoDecoder.load(path, device=self._mesh.device)
+
+
+def _dtype(settings: ModelSettings, mesh: Mesh) -> torch.dtype:
+    return DTYPES[settings.dtype] if settings.dtype != "auto" else AUTO_DTYPE[mesh.device.type]
+
+
+def _check_parts(settings: ModelSettings) -> None:
+    """Raise `Refused` for a part that this version cannot use, before a weight is read."""
+    if settings.text_encoder_2 != FROM_MODEL:
+        raise Refused("text_encoder_2 is set, but Wan has one text encoder: leave it at 'from model'")
+    if settings.text_encoder != FROM_MODEL and not Path(settings.text_encoder).is_dir():
+        raise Refused(
+            f"{settings.text_encoder} is not a diffusers text_encoder folder, and single files are not available yet: use a "
+            f"CLIP Loader (type wan) and CLIP Text Encode"
+        )
+    if settings.vae != FROM_MODEL and not Path(settings.vae).exists():
+        raise Refused(f"{settings.vae}: no such VAE. Choose a file or folder that is there")

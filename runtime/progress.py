@@ -1,0 +1,26 @@
+"""How the engine tells how far it is, and learns that it should stop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ReportProgress(Protocol):
+    """Called at every point where a job may be cancelled.
+
+    `preview` is `(H, W, 3)` uint8. `together`: every rank makes this same call, so that they can agree to stop; False: this
+    rank alone makes it. Raises `errors.Cancelled` when the job is to stop.
+    """
+
+    def __call__(
+        self, stage: str, step: int, total: int, *, preview: torch.Tensor | None = None, together: bool = True
+    ) -> None: ...
+
+
+def ignore_progress(
+    stage: str, step: int, total: int, *, preview: torch.Tensor | None = None, together: bool = True
+) -> None:
+    """Tells nobody, never stops."""

@@ -1,0 +1,98 @@
+"""The header of a .safetensors file, read by hand: names, shapes and dtypes, no weight and no torch.
+
+Format: 8 bytes little-endian length, that many bytes of JSON, then the data (github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import Refused
+
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+MAX_DIMS = 16
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """What a header says of one tensor; `start` and `end` are bytes within the data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Every tensor of a file, by name. Raises `Refused` when the file is not what its name says."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 10 or length < 2 or length > MAX_HEADER_BYTES:
+            raise Refused(f"{path} is not a .safetensors file{_what_it_is(path)}: download it again, or choose another")
+        if length > size - 8:
+            raise Refused(
+                f"{path} is cut short or not a .safetensors file{_what_it_is(path)}: its header should have {length} "
+                f"bytes, but the whole file has {size}. Download it again"
+            )
+        raw = file.read(length)
+    return _checked(path, _decoded(path, raw), data_bytes=size - 8 - length)
+
+
+def _what_it_is(path: Path) -> str:
+    with path.open("rb") as file:
+        start = file.read(64)
+    if start.startswith(b"version https://git-lfs"):
+        return " but the pointer of one (Git LFS); the weights themselves were not downloaded"
+    if start.startswith(b"GGUF"):
+        return " but a GGUF file"
+    if start.startswith((b"PK\x03\x04", b"\x80\x02")):
+        return " but a pickled PyTorch file"
+    if start and start.lstrip()[:1] == b"<":
+        return " but a web page"
+    if start and all(32 <= byte < 127 or byte in b"\t\r\n" for byte in start):
+        return " but a text file"
+    return ""
+
+
+def _decoded(path: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{path} is not a .safetensors file{_what_it_is(path)}: its header is not JSON") from error
+    if not isinstance(header, dict):
+        raise Refused(f"{path} is not a .safetensors file: its header is not a table of tensors")
+    header.pop("__metadata__", None)
+    return header
+
+
+def _checked(path: Path, header: dict[str, Any], *, data_bytes: int) -> dict[str, TensorEntry]:
+    entries = {name: _entry(path, name, described) for name, described in header.items()}
+    needed = max((entry.end for entry in entries.values()), default=0)
+    if needed > data_bytes:
+        raise Refused(
+            f"{path} is cut short: its tensors need {needed} bytes, but {data_bytes} are there. Download it again"
+        )
+    if not entries:
+        raise Refused(f"{path} holds no tensors")
+    return entries
+
+
+def _entry(path: Path, name: str, described: Any) -> TensorEntry:
+    try:
+        start, end = described["data_offsets"]
+        shape, dtype = tuple(described["shape"]), described["dtype"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise Refused(f"{path} is damaged: its header does not say where tensor {name!r} is") from error
+    numbers = (start, end, *shape)
+    if not all(type(number) is int and number >= 0 for number in numbers) or len(shape) > MAX_DIMS or start > end:
+        raise Refused(f"{path} is damaged: tensor {name!r} has shape {shape} at bytes {start} to {end}")
+    bits = "".join(filter(str.isdigit, str(dtype).split("_")[0]))
+    if bits and math.prod(shape) * int(bits) != 8 * (end - start):
+        raise Refused(f"{path} is damaged: tensor {name!r} is {dtype} {shape}, but takes {end - start} bytes")
+    return TensorEntry(dtype=str(dtype), shape=shape, start=start, end=end)
