@@ -80,6 +80,7 @@ class Pipeline:
             sigmas,
             sampler_name=settings.sampler_name,
             seed=settings.seed,
+            cpu_noise_offset=request.cpu_noise_offset,
             progress=self._step_reporter(request, progress),
         )
         return from_model_space(x, mean=form.mean, std=form.std).cpu().clone()
