@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import comfy.cli_args
+import comfy.k_diffusion.sampling
 import comfy.model_management
 import comfy.utils
+import comfyui_version
 import folder_paths
 import server
+import torch
 
 Interrupted = comfy.model_management.InterruptProcessingException
 """What a node raises when the user pressed Cancel. An `Exception` before ComfyUI 0.20, a `BaseException` since."""
@@ -59,9 +62,21 @@ def preview_size() -> int:
     return comfy.cli_args.args.preview_size
 
 
+def cpu_noise_offset() -> int:
+    """What this ComfyUI adds to the seed of the noise between steps on a CPU: nothing before 0.7, then 1."""
+    drawn = comfy.k_diffusion.sampling.default_noise_sampler(torch.zeros(4), seed=0)(None, None)
+    return int(not torch.equal(drawn, torch.randn(4, generator=torch.Generator().manual_seed(0))))
+
+
 def to_intermediate(tensor: Any) -> Any:
     """The tensor where ComfyUI keeps what travels between nodes: on the processor, unless told otherwise."""
     return tensor.to(comfy.model_management.intermediate_device())
+
+
+def cpu_noise_offset() -> int:
+    """What this ComfyUI adds to the seed of the noise between steps, when it samples on a processor (since 0.7)."""
+    major, minor = (int(part) for part in comfyui_version.__version__.split(".")[:2])
+    return int((major, minor) >= (0, 7))
 
 
 def model_files(folder: str) -> list[str]:

@@ -60,7 +60,6 @@ def sample(
     negative: tuple[Conditioning, ...],
     latent: torch.Tensor,
     batch_index: tuple[int, ...] | None,
-    preview: bool,
     display: NodeDisplay,
 ) -> torch.Tensor:
     """The denoised latent. Raises as `run` does."""
@@ -73,7 +72,8 @@ def sample(
         negative=negative,
         latent=latent,
         batch_index=batch_index,
-        preview=preview,
+        cpu_noise_offset=host.cpu_noise_offset(),
+        preview=host.wants_previews(),
     )
     return run(request, display).latent
 
