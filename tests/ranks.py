@@ -1,0 +1,163 @@
+"""Run the engine on several ranks: as real processes over gloo, or as threads of this process.
+
+`python -m tests.ranks FOLDER RANK` is one process: it works through the cases in FOLDER/cases.json.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from runtime.mesh import Mesh
+from runtime.pipeline import Pipeline
+from runtime.progress import ignore_progress
+from runtime.protocol import Conditioning, Sample
+from runtime.settings import ModelSettings, SampleSettings
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_SECONDS = 180
+TEXT_WIDTH = 4096
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request, and the degrees it runs with."""
+
+    latent: tuple[int, ...] = (1, 16, 1, 8, 8)
+    prompts: tuple[int, ...] = (5, 5)
+    """Lengths of the positive and the negative prompt."""
+    cfg: float = 5.0
+    steps: int = 3
+    sampler: str = "euler"
+    model: str = "random:wan"
+    degrees: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        degrees = " ".join(f"{axis}{degree}" for axis, degree in self.degrees.items())
+        shape = "x".join(map(str, self.latent))
+        return f"{degrees} {shape} cfg{self.cfg:g} prompts{self.prompts} {self.sampler}"
+
+
+def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
+    """Norm of the difference over norm of the reference."""
+    return float((result - reference).norm() / reference.norm())
+
+
+def sample_request(case: Case) -> Sample:
+    """The request of a case: the same in every process."""
+    generator = torch.Generator().manual_seed(3)
+    positive, negative = (
+        Conditioning(embedding=torch.randn(1, length, TEXT_WIDTH, generator=generator)) for length in case.prompts
+    )
+    return Sample(
+        job="test",
+        model=ModelSettings(model=case.model),
+        settings=SampleSettings(steps=case.steps, cfg=case.cfg, sampler_name=case.sampler, seed=7),
+        positive=(positive,),
+        negative=(negative,),
+        latent=torch.zeros(case.latent),
+    )
+
+
+def run_case(case: Case, mesh: Mesh, pipelines: dict[Any, Pipeline]) -> torch.Tensor:
+    """The latent of a case on this rank. Pipelines are kept in `pipelines`, one for each model and mesh."""
+    key = (case.model, tuple(case.degrees.items()))
+    if key not in pipelines:
+        pipelines[key] = Pipeline.load(ModelSettings(model=case.model), mesh=mesh, progress=ignore_progress)
+    return pipelines[key].sample(sample_request(case), progress=ignore_progress)
+
+
+def run_on_one(cases: Sequence[Case]) -> list[torch.Tensor]:
+    """The latents of the cases on one rank, whatever degrees they name."""
+    pipelines: dict[Any, Pipeline] = {}
+    return [run_case(Case(**{**asdict(case), "degrees": {}}), Mesh.single(), pipelines) for case in cases]
+
+
+def run_cases_as_processes(cases: Sequence[Case], folder: Path) -> list[list[torch.Tensor]]:
+    """The latents of the cases (all of the same number of ranks) by case and rank, from real processes over gloo."""
+    world = math.prod(cases[0].degrees.values())
+    (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
+    command = [sys.executable, "-m", "tests.ranks", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(world)
+    ]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+            if process.returncode:
+                raise RuntimeError(output)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    results = [load_file(folder / f"rank-{rank}.safetensors") for rank in range(world)]
+    return [[result[str(number)] for result in results] for number in range(len(cases))]
+
+
+def run_as_threads(degrees: dict[str, int], function: Callable[[Mesh], Any]) -> list[Any]:
+    """What `function` gives on each rank of a mesh whose ranks are threads; all collectives but send and receive."""
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    world = math.prod(degrees.values())
+    store, results, errors = dist.HashStore(), [None] * world, []
+
+    def run(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=world, store=store)
+            results[rank] = function(Mesh.of_world(degrees, device="cpu"))
+        except BaseException as error:
+            errors.append(error)
+            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
+
+    multi_threaded_pg._install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_SECONDS)
+    finally:
+        multi_threaded_pg.ProcessLocalGroup.reset()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        multi_threaded_pg._uninstall_threaded_pg()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def main(folder: Path, rank: int) -> None:
+    """One process: the cases of the folder, in order; its latents go to `rank-N.safetensors`."""
+    torch.set_num_threads(1)
+    cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
+    meshes, pipelines, results = {}, {}, {}
+    for number, case in enumerate(cases):
+        key = tuple(case.degrees.items())
+        if not meshes:
+            meshes[key] = Mesh.join(case.degrees, rank=rank, device="cpu", init_method=f"file://{folder / 'store'}")
+        elif key not in meshes:
+            meshes[key] = Mesh.of_world(case.degrees, device="cpu")
+        results[str(number)] = run_case(case, meshes[key], pipelines)
+    save_file(results, folder / f"rank-{rank}.safetensors")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,140 @@
+"""N ranks give the latent of one rank, and one rank that of the bare diffusers class."""
+
+from __future__ import annotations
+
+import diffusers
+import pytest
+import torch
+
+from runtime.families.wan import TINY, WAN
+from runtime.mesh import Mesh
+from runtime.sampling import FlowTable, make_sigmas
+from tests.ranks import (
+    TEXT_WIDTH,
+    Case,
+    relative_error,
+    run_as_threads,
+    run_case,
+    run_cases_as_processes,
+    run_on_one,
+    sample_request,
+)
+
+LIMIT = 1e-5
+
+EVEN, ODD, VIDEO = (1, 16, 1, 8, 8), (1, 16, 1, 5, 9), (1, 16, 3, 6, 10)
+"""16 tokens; 15 tokens of a latent with odd sides; 45 tokens in 3 frames."""
+REQUESTS = [
+    {"latent": EVEN},
+    {"latent": ODD},
+    {"latent": VIDEO, "sampler": "euler_ancestral"},
+    {"latent": ODD, "cfg": 1.0},
+    {"latent": VIDEO, "cfg": 1.0},
+    {"latent": EVEN, "prompts": (5, 9)},
+    {"latent": VIDEO, "prompts": (12, 3), "sampler": "dpmpp_2m"},
+    {"latent": (3, *ODD[1:]), "prompts": (5, 9)},
+    {"latent": (3, *VIDEO[1:])},
+    {"latent": (3, *VIDEO[1:]), "cfg": 1.0},
+    {"latent": (1, 16, 1, 2, 2)},
+]
+"""The last one has a single token: every rank but one has none."""
+
+
+def cases_of(**degrees: int) -> list[Case]:
+    return [Case(**request, degrees=degrees) for request in REQUESTS]
+
+
+PROCESSES = {
+    "two": [*cases_of(ulysses=2), *cases_of(cfg=2)],
+    "four": [*cases_of(cfg=2, ulysses=2), *cases_of(ulysses=4)[1:3]],
+}
+THREADS = cases_of(cfg=2, ulysses=4)[:8]
+
+
+@pytest.fixture(scope="module")
+def from_processes(tmp_path_factory: pytest.TempPathFactory):
+    """The results of a set of cases, each set run once."""
+    results = {}
+
+    def get(name: str, number: int) -> list[torch.Tensor]:
+        if name not in results:
+            results[name] = run_cases_as_processes(PROCESSES[name], tmp_path_factory.mktemp(name))
+        return results[name][number]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def from_threads() -> list[list[torch.Tensor]]:
+    """The results of the cases for 8 ranks, by rank and case."""
+
+    def run(mesh: Mesh) -> list[torch.Tensor]:
+        pipelines = {}
+        return [run_case(case, mesh, pipelines) for case in THREADS]
+
+    return run_as_threads({"cfg": 2, "ulysses": 4}, run)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        pytest.param(name, number, id=str(case))
+        for name, cases in PROCESSES.items()
+        for number, case in enumerate(cases)
+    ],
+)
+def test_processes_equal_one_rank(name, number, from_processes, record_property):
+    [reference] = run_on_one([PROCESSES[name][number]])
+    errors = [relative_error(result, reference) for result in from_processes(name, number)]
+    record_property("relative_error", max(errors))
+    print(f"relative error {max(errors):.2e}")
+    assert max(errors) < LIMIT
+
+
+@pytest.mark.parametrize("number", range(len(THREADS)), ids=list(map(str, THREADS)))
+def test_eight_threads_equal_one_rank(number, from_threads):
+    [reference] = run_on_one([THREADS[number]])
+    errors = [relative_error(results[number], reference) for results in from_threads]
+    print(f"relative error {max(errors):.2e}")
+    assert max(errors) < LIMIT
+
+
+@pytest.mark.parametrize("cfg", [1.0, 5.0])
+@pytest.mark.parametrize("latent", [EVEN, VIDEO, (3, *EVEN[1:])], ids=str)
+def test_one_rank_equals_an_euler_loop_over_the_diffusers_class(latent, cfg):
+    case = Case(latent=latent, cfg=cfg, prompts=(5, 9))
+    [result] = run_on_one([case])
+    reference = plain_euler(case)
+    error = relative_error(result, reference)
+    print(f"relative error {error:.2e}")
+    assert error < LIMIT
+
+
+@torch.inference_mode()
+def plain_euler(case: Case) -> torch.Tensor:
+    """What the request asks for, written out over an untouched diffusers model with the same random weights."""
+    model = diffusers.WanTransformer3DModel(**TINY).eval()
+    model.load_state_dict(random_weights(model))
+    request = sample_request(case)
+    x = torch.randn(case.latent, generator=torch.Generator().manual_seed(request.settings.seed))
+    sigmas = make_sigmas("simple", case.steps, table=FlowTable(shift=WAN.shift), sampler_name="euler")
+
+    def velocity(embedding: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        embedding = embedding.expand(x.shape[0], -1, TEXT_WIDTH)
+        return model(x, (sigma * 1000).expand(x.shape[0]), embedding, return_dict=False)[0]
+
+    for sigma, following in zip(sigmas, sigmas[1:]):
+        guided = velocity(request.positive[0].embedding, sigma)
+        if case.cfg != 1.0:
+            negative = velocity(request.negative[0].embedding, sigma)
+            guided = negative + (guided - negative) * case.cfg
+        x = x + guided * (following - sigma)
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in (WAN.latent.mean, WAN.latent.std))
+    return x * std + mean
+
+
+def random_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights that `random:wan` has."""
+    from runtime.checkpoint import _random
+
+    return dict(_random(model))
