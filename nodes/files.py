@@ -25,9 +25,9 @@ def model_choices() -> list[str]:
     return [_label(name, folder, found) for name, folders in found.items() for folder in folders]
 
 
-def component_choices(folder: str) -> list[str]:
-    """What a combo of text encoders or VAEs offers: the model's own first."""
-    return [FROM_MODEL, *_names(folder)]
+def component_choices(folder: str, part: str) -> list[str]:
+    """What a combo of text encoders or VAEs offers: the model's own, files of the folder, parts of Diffusers models."""
+    return [FROM_MODEL, *_names(folder), *_parts(part)]
 
 
 def find_model(choice: str) -> str:
@@ -43,23 +43,24 @@ def find_model(choice: str) -> str:
     return _path(folder or folders[0], name)
 
 
-def find_component(what: str, choice: str, folder: str) -> str:
+def find_component(what: str, choice: str, folder: str, part: str) -> str:
     """Absolute path of a text encoder or VAE by its choice; the model's own stays a name."""
     if choice == FROM_MODEL:
         return choice
-    names = _names(folder)
-    if choice not in names:
-        raise ValueError(_not_found(what, choice, names, (folder,)))
-    return _path(folder, choice)
+    if choice in _names(folder):
+        return _path(folder, choice)
+    if choice in _parts(part):
+        return _path("diffusers", choice)
+    raise ValueError(_not_found(what, choice, component_choices(folder, part), (folder, "diffusers")))
 
 
 def find_all(model: str, *, text_encoder: str, text_encoder_2: str, vae: str) -> dict[str, str]:
     """Path of the model and of each component, by the name of its widget. Raises `ValueError` with the way out."""
     return {
         "model": find_model(model),
-        "text_encoder": find_component("text_encoder", text_encoder, "text_encoders"),
-        "text_encoder_2": find_component("text_encoder_2", text_encoder_2, "text_encoders"),
-        "vae": find_component("vae", vae, "vae"),
+        "text_encoder": find_component("text_encoder", text_encoder, "text_encoders", "text_encoder"),
+        "text_encoder_2": find_component("text_encoder_2", text_encoder_2, "text_encoders", "text_encoder_2"),
+        "vae": find_component("vae", vae, "vae", "vae"),
     }
 
 
@@ -98,11 +99,16 @@ def _diffusers_folders() -> Iterator[str]:
             inside[:] = [name for name in inside if not name.startswith(".")]
 
 
+def _parts(part: str) -> list[str]:
+    roots = host.model_roots("diffusers")
+    return [f"{name}/{part}" for name in _names("diffusers") if any((root / name / part).is_dir() for root in roots)]
+
+
 def _path(folder: str, name: str) -> str:
     if folder == BUILT_IN:
         return name
     if folder == "diffusers":
-        return next(str(root / name) for root in host.model_roots(folder) if (root / name / "model_index.json").is_file())
+        return next(os.path.abspath(root / name) for root in host.model_roots(folder) if (root / name).is_dir())
     found = host.model_path(folder, name)
     if found is None:
         raise ValueError(f"{name!r} of the folder {folder!r} is gone: press R to refresh the lists, and choose again")

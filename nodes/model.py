@@ -13,9 +13,8 @@ from .sentences import in_our_words
 
 
 def _component(name: str, folder: str, tooltip: str) -> io.Input:
-    return io.Combo.Input(
-        name, options=files.component_choices(folder), optional=True, default=FROM_MODEL, tooltip=tooltip
-    )
+    choices = files.component_choices(folder, name)
+    return io.Combo.Input(name, options=choices, optional=True, default=FROM_MODEL, tooltip=tooltip)
 
 
 class OutriggerLoadModel(io.ComfyNode):
@@ -55,7 +54,9 @@ class OutriggerLoadModel(io.ComfyNode):
                     tooltip="Quantisation of the weights. This version knows none.",
                 ),
                 _component("text_encoder", "text_encoders", "Text encoder. from model: the one in the model's folder."),
-                advanced(_component("text_encoder_2", "text_encoders", "Second text encoder, for models that have two.")),
+                advanced(
+                    _component("text_encoder_2", "text_encoders", "Second text encoder, for models that have two.")
+                ),
                 _component("vae", "vae", "VAE for Outrigger Decode. from model: the one in the model's folder."),
                 Parallel.Input(
                     "parallel",

@@ -36,11 +36,20 @@ class OutriggerParallelism(io.ComfyNode):
                         "cpu:2: that many ranks on the processor."
                     ),
                 ),
-                _degree("ulysses", "Sequence parallel: each rank computes some attention heads. Must divide the heads."),
-                _degree("ring", "Sequence parallel: keys and values go round the ranks. Not in this version yet: leave it 0 or 1."),
+                _degree(
+                    "ulysses", "Sequence parallel: each rank computes some attention heads. Must divide the heads."
+                ),
+                _degree(
+                    "ring",
+                    "Sequence parallel: keys and values go round the ranks. Not in this version yet: leave it 0 or 1.",
+                ),
                 _degree("tensor", "Each rank holds a part of every layer. Not in this version yet: leave it 0 or 1."),
-                _degree("cfg", "2: positive and negative prompt are computed at the same time, one half of the ranks each."),
-                _degree("data", "Each rank computes some items of the batch. Not in this version yet: leave it 0 or 1."),
+                _degree(
+                    "cfg", "2: positive and negative prompt are computed at the same time, one half of the ranks each."
+                ),
+                _degree(
+                    "data", "Each rank computes some items of the batch. Not in this version yet: leave it 0 or 1."
+                ),
             ],
             outputs=[Parallel.Output(display_name="parallel", tooltip="The plan, for Load Model.")],
         )

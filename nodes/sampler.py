@@ -7,7 +7,6 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from . import host
 from .display import NodeDisplay
 from .io_types import CATEGORY, Model, searchable
 from .parts import SAMPLER_NAMES, SCHEDULER_NAMES, convert, session, settings
@@ -35,7 +34,9 @@ class OutriggerSampler(io.ComfyNode):
                     optional=True,
                     tooltip="What the picture should not show. Unconnected: the empty prompt, where cfg asks for one.",
                 ),
-                io.Latent.Input("latent_image", tooltip="The latent to denoise; an empty one for text to image or video."),
+                io.Latent.Input(
+                    "latent_image", tooltip="The latent to denoise; an empty one for text to image or video."
+                ),
                 io.Float.Input(
                     "denoise",
                     optional=True,
@@ -52,9 +53,7 @@ class OutriggerSampler(io.ComfyNode):
         return searchable(schema, "ksampler", "denoise", "sample")
 
     @classmethod
-    def validate_inputs(
-        cls, sampler_name: str = SAMPLER_NAMES[0], scheduler: str = SCHEDULER_NAMES[0]
-    ) -> bool | str:
+    def validate_inputs(cls, sampler_name: str = SAMPLER_NAMES[0], scheduler: str = SCHEDULER_NAMES[0]) -> bool | str:
         """Called when the prompt is queued. ComfyUI itself sees to the bounds of the numbers."""
         try:
             in_our_words(settings.SampleSettings, sampler_name=sampler_name, scheduler=scheduler)
@@ -93,7 +92,6 @@ class OutriggerSampler(io.ComfyNode):
             negative=_negative(model, negative, cfg, display),
             latent=convert.to_latent(latent_image, "latent_image"),
             batch_index=convert.batch_index(latent_image),
-            preview=host.wants_previews(),
             display=display,
         )
         return io.NodeOutput(convert.from_latent(latent, latent_image))
