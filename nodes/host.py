@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import comfy.cli_args
-import comfy.k_diffusion.sampling
 import comfy.model_management
 import comfy.utils
 import comfyui_version
 import folder_paths
 import server
-import torch
 
 Interrupted = comfy.model_management.InterruptProcessingException
 """What a node raises when the user pressed Cancel. An `Exception` before ComfyUI 0.20, a `BaseException` since."""
@@ -60,12 +58,6 @@ def wants_previews() -> bool:
 def preview_size() -> int:
     """Largest side of a preview, in pixels."""
     return comfy.cli_args.args.preview_size
-
-
-def cpu_noise_offset() -> int:
-    """What this ComfyUI adds to the seed of the noise between steps on a CPU: nothing before 0.7, then 1."""
-    drawn = comfy.k_diffusion.sampling.default_noise_sampler(torch.zeros(4), seed=0)(None, None)
-    return int(not torch.equal(drawn, torch.randn(4, generator=torch.Generator().manual_seed(0))))
 
 
 def to_intermediate(tensor: Any) -> Any:
