@@ -74,7 +74,7 @@ def lint(session: nox.Session) -> None:
 
 def ready(session: nox.Session, requirements: tuple[str, ...]) -> tuple[str, dict[str, str]]:
     """The Python of the environment with these requirements in it, and the environment variables of a run."""
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036
         session.error(f"Python 3.10 or newer is needed; this is {platform.python_version()}")
     make_environment(session)
     tree = comfyui(session)

@@ -13,7 +13,6 @@ from typing import Any
 import comfy.cli_args
 import comfy.model_management
 import comfy.utils
-import comfyui_version
 import folder_paths
 import server
 
@@ -63,12 +62,6 @@ def preview_size() -> int:
 def to_intermediate(tensor: Any) -> Any:
     """The tensor where ComfyUI keeps what travels between nodes: on the processor, unless told otherwise."""
     return tensor.to(comfy.model_management.intermediate_device())
-
-
-def cpu_noise_offset() -> int:
-    """What this ComfyUI adds to the seed of the noise between steps, when it samples on a processor (since 0.7)."""
-    major, minor = (int(part) for part in comfyui_version.__version__.split(".")[:2])
-    return int((major, minor) >= (0, 7))
 
 
 def model_files(folder: str) -> list[str]:

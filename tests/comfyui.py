@@ -149,7 +149,7 @@ class ComfyUI:
             stdout=self.log.open("wb"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_default_interrupt if os.name == "posix" else None,  # noqa: PLW1509
+            preexec_fn=_default_interrupt if os.name == "posix" else None,
         )
         self._wait_until_ready(seconds)
         self._listen()
