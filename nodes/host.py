@@ -59,6 +59,12 @@ def preview_size() -> int:
     return comfy.cli_args.args.preview_size
 
 
+def cpu_noise_offset() -> int:
+    """What this ComfyUI adds to the seed of the noise between steps on a CPU: nothing before 0.7, then 1."""
+    drawn = comfy.k_diffusion.sampling.default_noise_sampler(torch.zeros(4), seed=0)(None, None)
+    return int(not torch.equal(drawn, torch.randn(4, generator=torch.Generator().manual_seed(0))))
+
+
 def to_intermediate(tensor: Any) -> Any:
     """The tensor where ComfyUI keeps what travels between nodes: on the processor, unless told otherwise."""
     return tensor.to(comfy.model_management.intermediate_device())
