@@ -1,0 +1,176 @@
+"""What lies at a path is told apart, and what cannot be used is refused by name."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runtime.errors import Refused
+from runtime.inspection import inspect_model
+from runtime.tiny_shapes.export import to_comfy_transformer
+
+CONFIG = {
+    "num_attention_heads": 2, "attention_head_dim": 128, "ffn_dim": 64, "num_layers": 3, "text_dim": 4096,
+    "freq_dim": 256, "in_channels": 16, "out_channels": 16,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> diffusers.WanTransformer3DModel:
+    return diffusers.WanTransformer3DModel(**CONFIG)
+
+
+@pytest.fixture(scope="module")
+def original(model) -> dict[str, torch.Tensor]:
+    """The model's tensors under ComfyUI's names."""
+    return to_comfy_transformer(model.state_dict())
+
+
+def saved(path: Path, tensors: dict[str, torch.Tensor]) -> str:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    return str(path)
+
+
+def test_all_three_layouts_of_a_file_give_the_configuration_of_the_model(tmp_path, model, original):
+    layouts = {
+        "comfyui": original,
+        "prefixed": {f"model.diffusion_model.{name}": tensor for name, tensor in original.items()},
+        "diffusers": model.state_dict(),
+    }
+    for name, tensors in layouts.items():
+        facts = inspect_model(saved(tmp_path / f"{name}.safetensors", tensors))
+        assert (facts.family, facts.heads, facts.head_dim, facts.layers) == ("wan", 2, 128, 3)
+        assert all(facts.config[key] == value for key, value in CONFIG.items())
+        assert set(facts.sources[0].names) == set(model.state_dict())
+
+
+def test_other_models_of_an_all_in_one_checkpoint_are_left_alone(tmp_path, model, original):
+    tensors = {f"model.diffusion_model.{name}": tensor for name, tensor in original.items()}
+    facts = inspect_model(saved(tmp_path / "all.safetensors", {**tensors, "vae.conv1.weight": torch.zeros(2)}))
+    assert set(facts.sources[0].names) == set(model.state_dict())
+
+
+def test_a_diffusers_folder_gives_its_parts(tmp_path, model):
+    model.save_pretrained(tmp_path / "transformer", max_shard_size="5MB")
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
+    (tmp_path / "vae").mkdir()
+    facts = inspect_model(str(tmp_path))
+    assert len(facts.sources) > 1
+    assert {name for source in facts.sources for name in source.names} == set(model.state_dict())
+    assert (facts.vae, facts.text_encoder) == (tmp_path / "vae", None)
+    assert facts.config["patch_size"] == (1, 2, 2)
+    assert inspect_model(str(tmp_path / "transformer")).config == facts.config
+    (tmp_path / "transformer_2").mkdir()
+    with pytest.raises(Refused, match="two experts.*transformer_2"):
+        inspect_model(str(tmp_path))
+
+
+def header(length: int, content: bytes, data: bytes = b"") -> bytes:
+    return struct.pack("<Q", length) + content + data
+
+
+ENTRY = b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"once upon a time there was a model", "text file"),
+        (b"<!DOCTYPE html><html>not found</html>", "web page"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Git LFS"),
+        (b"PK\x03\x04 zipped", "pickle"),
+        (b"", "not a .safetensors file"),
+        (header(1 << 40, ENTRY), "not a .safetensors file"),
+        (header(90_000_000, ENTRY), "cut short"),
+        (header(7, b"[1,2,3]"), "not a table"),
+        (header(7, b"{{{{{{{"), "not JSON"),
+        (header(len(ENTRY), ENTRY, b"\0" * 8), "cut short"),
+        (header(len(ENTRY), ENTRY.replace(b"[4]", b"[5]"), b"\0" * 16), "damaged"),
+        (header(len(ENTRY), ENTRY.replace(b"[4]", b"-44"), b"\0" * 16), "damaged"),
+        (header(len(ENTRY), ENTRY, b"\0" * 16), "no architecture that is available"),
+        (header(2, b"{}"), "no tensors"),
+    ],
+)
+def test_a_file_that_is_not_a_model_is_refused_with_what_it_is(tmp_path, content, words):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(Refused) as refusal:
+        inspect_model(str(path))
+    assert words in str(refusal.value) and str(path) in str(refusal.value), str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"vace_patch_embedding.weight": (2,)}, "Wan VACE"),
+        ({"img_emb.proj.0.bias": (2,)}, "image to video"),
+        ({"control_adapter.conv.weight": (2,)}, "Camera"),
+        ({"casual_audio_encoder.encoder.final_linear.weight": (2,)}, "S2V"),
+        ({"face_adapter.fuser_blocks.0.k_norm.weight": (2,)}, "Animate"),
+        ({"patch_embedding.weight": (256, 36, 1, 2, 2)}, "36 input channels"),
+        ({"patch_embedding.weight": (256, 48, 1, 2, 2), "head.head.weight": (192, 256)}, "TI2V 5B"),
+        ({"head.head.weight": None}, "lacks proj_out.weight"),
+    ],
+)
+def test_relatives_are_refused_by_name(tmp_path, original, change, words):
+    tensors = {name: tensor for name, tensor in original.items() if change.get(name, ()) is not None}
+    tensors.update({name: torch.zeros(shape) for name, shape in change.items() if shape})
+    with pytest.raises(Refused) as refusal:
+        inspect_model(saved(tmp_path / "relative.safetensors", tensors))
+    assert words in str(refusal.value), str(refusal.value)
+
+
+def test_eight_bit_files_are_refused_by_name(tmp_path, original):
+    name = "blocks.0.self_attn.q.weight"
+    tensors = {**original, name: original[name].to(torch.float8_e4m3fn)}
+    with pytest.raises(Refused, match="8 bit.*F8_E4M3"):
+        inspect_model(saved(tmp_path / "fp8.safetensors", tensors))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("model.ckpt", "pickle"), ("model.pt", "pickle"), ("model.gguf", "GGUF"), ("model.txt", "not a .safetensors")],
+)
+def test_other_kinds_of_file_are_not_opened(tmp_path, name, words):
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(Refused, match=words):
+        inspect_model(str(tmp_path / name))
+
+
+def test_missing_files_folders_and_families_are_refused(tmp_path):
+    for model, words in (
+        (str(tmp_path / "none.safetensors"), "no such file"),
+        (str(tmp_path), "no model_index.json"),
+        ("random:flux3", "there are: wan"),
+    ):
+        with pytest.raises(Refused, match=words):
+            inspect_model(model)
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    with pytest.raises(Refused, match="FluxPipeline.*not available"):
+        inspect_model(str(tmp_path))
+    (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
+    with pytest.raises(Refused, match="config.json is missing"):
+        inspect_model(str(tmp_path))
+
+
+def test_pickled_weights_in_a_folder_are_not_opened(tmp_path, model):
+    model.save_config(tmp_path)
+    (tmp_path / "diffusion_pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(Refused, match="missing.*pickle"):
+        inspect_model(str(tmp_path))
+
+
+def test_planning_needs_no_torch():
+    modules = "runtime.plan, runtime.inspection, runtime.machine, runtime.families"
+    code = f"import sys, {modules}; print([m for m in ('torch', 'diffusers', 'transformers') if m in sys.modules])"
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
