@@ -7,6 +7,8 @@ from diffusers.loaders.single_file_utils import (
     convert_wan_transformer_to_diffusers,
     convert_wan_vae_to_diffusers,
 )
+from safetensors.torch import load_file
+
 from runtime.tiny_shapes import MODEL_FOLDER
 from runtime.tiny_shapes.autoencoder import (
     build_autoencoder,
@@ -15,9 +17,9 @@ from runtime.tiny_shapes.autoencoder import (
     encode_clips,
     encode_pictures,
     fold_statistics,
-    picture_batch,
     picture_view,
 )
+from runtime.tiny_shapes.autoencoder_training import clip_batch, hold_picture_latents, picture_batch
 from runtime.tiny_shapes.check import centre_of, inspect
 from runtime.tiny_shapes.denoiser import build_transformer
 from runtime.tiny_shapes.export import (
@@ -40,7 +42,6 @@ from runtime.tiny_shapes.scenes import (
     random_scene,
 )
 from runtime.tiny_shapes.text import LENGTH, build_text_encoder, build_tokenizer, encode_prompts
-from safetensors.torch import load_file
 
 needs_weights = pytest.mark.skipif(not (MODEL_FOLDER / "model_index.json").exists(), reason="no trained weights here")
 
@@ -186,6 +187,7 @@ def test_held_out_prompts_are_drawn_right() -> None:
 @needs_weights
 def test_diffusers_pipeline_loads_the_folder_and_draws_the_prompt() -> None:
     from diffusers import WanPipeline
+
     from runtime.tiny_shapes.evaluate import judge
 
     pipeline = WanPipeline.from_pretrained(MODEL_FOLDER)
@@ -202,3 +204,19 @@ def test_diffusers_pipeline_loads_the_folder_and_draws_the_prompt() -> None:
         generator=torch.Generator().manual_seed(0),
     ).frames[0]
     assert judge(prompt, np.asarray(made)).right
+
+
+def test_refining_time_leaves_the_latents_of_pictures_alone() -> None:
+    torch.manual_seed(0)
+    autoencoder = build_autoencoder()
+    random = np.random.default_rng(0)
+    pixels, clip = picture_batch(random, 2, 32), clip_batch(random, 1, 32)
+    with torch.no_grad():
+        still, moving = encode_clips(autoencoder, pixels), encode_clips(autoencoder, clip)
+    hold_picture_latents(autoencoder)
+    optimizer = torch.optim.Adam([p for p in autoencoder.parameters() if p.requires_grad], lr=1e-2)
+    decode_clips(autoencoder, encode_clips(autoencoder, clip)).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        assert torch.equal(encode_clips(autoencoder, pixels), still)
+        assert not torch.allclose(encode_clips(autoencoder, clip), moving, atol=1e-3)

@@ -7,7 +7,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
-from .autoencoder import encode_clips, encode_pictures, picture_view, to_tensor
+from .autoencoder import encode_clips, encode_pictures, normalise, picture_view, to_tensor
 from .scenes import Scene, draw, draw_clip, random_scene
 
 CLIP_STANDS_STILL = 0.2
@@ -23,26 +23,6 @@ class LatentSet:
 
     def __len__(self) -> int:
         return len(self.scenes)
-
-
-def normalise(autoencoder: AutoencoderKLWan, latent: Tensor) -> Tensor:
-    """Raw latents of the autoencoder -> what the transformer sees."""
-    mean, deviation = _statistics(autoencoder)
-    return (latent - mean) / deviation
-
-
-def denormalise(autoencoder: AutoencoderKLWan, latent: Tensor) -> Tensor:
-    """What the transformer makes -> raw latents for the autoencoder."""
-    mean, deviation = _statistics(autoencoder)
-    return latent * deviation + mean
-
-
-def _statistics(autoencoder: AutoencoderKLWan) -> tuple[Tensor, Tensor]:
-    config = autoencoder.config
-    return (
-        torch.tensor(config.latents_mean).view(1, -1, 1, 1, 1),
-        torch.tensor(config.latents_std).view(1, -1, 1, 1, 1),
-    )
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
 
-from .autoencoder import Progress
+from .autoencoder_training import Progress
 from .dataset import LatentSet
 from .scenes import MOVING_TEMPLATES, STILL_TEMPLATES, Scene, format_prompt
 from .text import EMBEDDING, LENGTH, encode_prompts
@@ -39,7 +39,7 @@ LEARNING_RATE = 1.5e-3
 WARM_UP = 100
 EMPTY_PROMPTS = 0.1
 """How many prompts are left out, for classifier-free guidance."""
-PICTURES, CLIPS = 32, 10
+PICTURES, CLIPS = 24, 8
 """Batch sizes, for about as many tokens in either kind of batch."""
 SHIFTS = (8.0, 8.0, 3.0, 1.0)
 """Noise levels are drawn evenly and shifted by one of these: most of the training is where a shift of 8 spends its

@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 
 from . import MODEL_FOLDER
-from .autoencoder import clip_batch, decode_clips, encode_clips, picture_batch
+from .autoencoder import decode_clips, encode_clips
+from .autoencoder_training import clip_batch, picture_batch
 from .check import centre_of, inspect
 from .sampling import Model, load_model, sample_latents, to_frames
 from .scenes import FRAMES, HELD_OUT, HELD_OUT_CLIPS, MOTIONS, POSITIONS, SIZE, parse_prompt
@@ -45,10 +46,8 @@ def judge(prompt: str, frames: np.ndarray) -> Verdict:
         place = _is_moving(scene.motion, frames) if scene.motion else _is_placed(scene.position, frames[0])
     except ValueError:
         return Verdict(prompt, False, False, False, False)
-    colour, shape, background = (
-        all(value == wanted for value in values) for values, wanted in zip(zip(*seen), scene.combination, strict=True)
-    )
-    return Verdict(prompt, colour, shape, background, place)
+    right = np.array([[value == wanted for value, wanted in zip(one, scene.combination, strict=True)] for one in seen])
+    return Verdict(prompt, *(bool(attribute) for attribute in right.all(axis=0)), place)
 
 
 def _is_placed(position: str, frame: np.ndarray) -> bool:
@@ -115,7 +114,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     model = load_model(options.folder)
-    print("autoencoder: %.1f dB on pictures, %.1f dB on clips" % autoencoder_psnr(model))
+    print("autoencoder: {:.1f} dB on pictures, {:.1f} dB on clips".format(*autoencoder_psnr(model)))
     for title, prompts, frames in (("pictures", HELD_OUT, 1), ("clips", HELD_OUT_CLIPS, FRAMES)):
         made = generate(model, list(prompts), frames=frames, seed=options.seed)
         print_table(title, [judge(prompt, one) for prompt, one in zip(prompts, made, strict=True)])

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, UMT5EncoderModel
 
 from . import MODEL_FOLDER
-from .autoencoder import decode_clips
-from .dataset import denormalise
+from .autoencoder import decode_clips, denormalise
 from .scenes import SIZE
 from .text import encode_prompts
 
@@ -64,5 +63,6 @@ def sample_latents(
 @torch.no_grad()
 def to_frames(model: Model, latent: Tensor) -> np.ndarray:
     """Normalised latents -> (B, T, H, W, 3), float32 from 0 to 1."""
-    pixels = torch.cat([decode_clips(model.autoencoder, one) for one in denormalise(model.autoencoder, latent).split(1)])
+    raw = denormalise(model.autoencoder, latent)
+    pixels = torch.cat([decode_clips(model.autoencoder, one) for one in raw.split(1)])
     return pixels.clamp(-1, 1).add(1).div(2).permute(0, 2, 3, 4, 1).numpy()

@@ -11,15 +11,16 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 
-from .autoencoder import build_autoencoder, train_autoencoder
+from .autoencoder import build_autoencoder
+from .autoencoder_training import refine_time, train_autoencoder
 from .dataset import make_clips, make_pictures
-from .denoiser import PromptCache, build_transformer, train_transformer
+from .denoiser import PromptCache, train_transformer
 from .sampling import SHIFT
 from .text import build_text_encoder, build_tokenizer
 
 AUTOENCODER, TRANSFORMER = "autoencoder.pt", "transformer.pt"
 AUTOENCODER_SHARE = 0.3
-PICTURES, CLIPS = 6000, 700
+PICTURES, CLIPS = 5000, 600
 
 
 def save_folder(folder: Path, autoencoder: AutoencoderKLWan, transformer: WanTransformer3DModel) -> None:
@@ -67,7 +68,8 @@ def main() -> None:
         minutes["vae"] = options.minutes * AUTOENCODER_SHARE
         minutes["transformer"] = options.minutes - minutes["vae"]
     if options.stage in ("all", "vae"):
-        train_autoencoder(options.out / AUTOENCODER, minutes["vae"], report)
+        trained = train_autoencoder(options.out / AUTOENCODER, minutes["vae"] * 0.6, report)
+        refine_time(trained, options.out / AUTOENCODER, minutes["vae"] * 0.4, report)
     autoencoder = load_state(options.out / AUTOENCODER, build_autoencoder())
     if options.stage in ("all", "transformer"):
         report(f"encoding {PICTURES} pictures and {CLIPS} clips")
