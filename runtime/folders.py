@@ -97,3 +97,14 @@ def _abandoned(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return True
+
+
+def shared_folder(name: str) -> Path | None:
+    """The sidecar's folder of shared memory of that name; None when there is none, or it is not a folder of ours.
+
+    `name` comes over the wire, checked there to be a plain file name.
+    """
+    path = SHARED_MEMORY / name
+    if not name.startswith(_PREFIX) or path.is_symlink() or not path.is_dir() or path.stat().st_uid != os.getuid():
+        return None
+    return path

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, TypeAdapter, model_validator
 
 from .settings import ModelSettings, SampleSettings
 
@@ -31,6 +31,14 @@ class Message(BaseModel):
     """Base of everything on the wire: immutable, strict, an unknown field is an error."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", arbitrary_types_allowed=True)
+
+
+class Address(Message):
+    """Where a server listens, as it says on its standard output; `token` goes into the client's `Hello`."""
+
+    endpoint: str
+    token: str
+    pid: int
 
 
 class TensorRef(Message):
@@ -65,17 +73,9 @@ def _tensor_or_ref(value: Any) -> Any:
     raise ValueError(f"expected a tensor, got {type(value).__name__}")
 
 
-class _TensorField:
-    """Pydantic schema of a field that holds a torch tensor, or a `TensorRef` where the bytes are not looked at."""
+Tensor = Annotated[Any, PlainValidator(_tensor_or_ref)]
+"""A torch tensor, or a `TensorRef` where the bytes are not looked at."""
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        from pydantic_core import core_schema
-
-        return core_schema.no_info_plain_validator_function(_tensor_or_ref)
-
-
-Tensor = Annotated[Any, _TensorField]
 Job = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
 
 

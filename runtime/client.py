@@ -1,0 +1,297 @@
+"""The sidecar as the nodes see it: start the process; a call gives its events."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import zmq
+from pydantic import ValidationError
+
+from .channel import Connection, decode, encode, parse
+from .errors import Cancelled, ProtocolError, SidecarError
+from .folders import shared_folder, sweep_all
+from .pool import SMALLEST_BYTES, Mappings, Pool
+from .protocol import (
+    Address,
+    Cancel,
+    Decoded,
+    Encoded,
+    Event,
+    Failed,
+    Hello,
+    Notice,
+    Progress,
+    Report,
+    Sampled,
+    Status,
+    Stopped,
+    Welcome,
+    Work,
+    event_from,
+)
+
+PACK_ROOT = Path(__file__).resolve().parent.parent
+SERVER = (sys.executable, "-m", "runtime", "serve", "--stdin-guard")
+START_SECONDS = 60.0
+POLL_SECONDS = 0.05
+CANCEL_SECONDS = 10.0
+"""How long a cancelled call waits for the ranks to stop; they do so at their next step in any case."""
+CLOSE_SECONDS = 3.0
+LAST_LINES = 15
+_POSIX = os.name == "posix"
+
+
+class Sidecar:
+    """A running sidecar. One call at a time; calls may come from different threads."""
+
+    def __init__(self, process: Process, context: zmq.Context[Any], connection: Connection, welcome: Welcome) -> None:
+        self._process, self._context, self._connection = process, context, connection
+        folder = shared_folder(welcome.pool)
+        self._pool, self._mappings = Pool(folder, owner="client"), Mappings(folder)
+        self._lent: dict[str, list[str]] = {}
+        self._turn = threading.Lock()
+        self._said_slow = False
+
+    @classmethod
+    def start(cls, *, log: Callable[[str], None] | None = None, command: Sequence[str] = SERVER) -> Sidecar:
+        """Start the process and greet it; its lines go to `log`. Raises `SidecarError` with the reason."""
+        sweep_all()
+        process = Process(command, log=log or logging.getLogger("outrigger").info)
+        context: zmq.Context[Any] = zmq.Context()
+        try:
+            address = process.address()
+            connection = Connection(context, address.endpoint)
+            return cls(process, context, connection, _greet(connection, address, process))
+        except BaseException:
+            process.end()
+            context.destroy(linger=0)
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.alive
+
+    def call(self, request: Work, *, interrupted: Callable[[], bool]) -> Iterator[Event]:
+        """Run a request: yields `Progress` and `Notice` as they come, and the result last.
+
+        `interrupted` is asked at least every 100 ms; when it says so the job is cancelled and `Cancelled` raised. Raises
+        `ValueError` for what the user can put right, `SidecarError` for everything else.
+        """
+        with self._my_turn(interrupted):
+            yield from self._send(request)
+            ended = False
+            try:
+                for event in self._events(request.job, interrupted):
+                    ended = not isinstance(event, (Progress, Notice))
+                    yield event
+            finally:
+                if not ended and self.alive:  # an error, a cancel, or nobody looks at the events any more
+                    self._connection.send(encode(Cancel(job=request.job))[0])
+
+    def status(self) -> Report:
+        """How the sidecar is. Raises `SidecarError` when it is gone."""
+        with self._turn:
+            self._connection.send(encode(Status())[0])
+            while True:
+                event = self._receive()
+                if isinstance(event, Report):
+                    return event
+
+    def close(self) -> None:
+        """End the process, its ranks with it, and remove what it leaves."""
+        self._process.end()
+        self._pool.close()
+        with self._turn:
+            self._context.destroy(linger=0)
+        sweep_all()
+
+    @contextmanager
+    def _my_turn(self, interrupted: Callable[[], bool]) -> Iterator[None]:
+        while not self._turn.acquire(timeout=POLL_SECONDS):
+            if interrupted():
+                raise Cancelled
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _send(self, request: Work) -> Iterator[Notice]:
+        frames, refs = encode(request, pool=self._pool)
+        self._lent[request.job] = [ref.segment for ref in refs if ref.segment]
+        self._connection.send(frames)
+        if not self._said_slow and any(ref.frame and ref.nbytes >= SMALLEST_BYTES for ref in refs):
+            self._said_slow = True
+            text = "shared memory has no room (a small /dev/shm): inputs travel through a socket, which is slower"
+            self._process.log(text)
+            yield Notice(job=request.job, text=text)
+
+    def _events(self, job: str, interrupted: Callable[[], bool]) -> Iterator[Event]:
+        give_up = None
+        while True:
+            if give_up is None and interrupted():
+                self._connection.send(encode(Cancel(job=job))[0])
+                give_up = time.monotonic() + CANCEL_SECONDS
+            if give_up is not None and time.monotonic() > give_up:
+                raise Cancelled
+            event = self._receive()
+            if getattr(event, "job", None) != job:
+                continue  # of a job that was given up
+            match event:
+                case Progress() | Notice():
+                    yield event
+                case Failed() if give_up is None:
+                    raise _error_of(event)
+                case Encoded() | Sampled() | Decoded() if give_up is None:
+                    yield event
+                    return
+                case _:
+                    raise Cancelled
+
+    def _receive(self) -> Event | None:
+        """The next event, with its tensors; None when there is none for a moment."""
+        frames = self._connection.receive(seconds=POLL_SECONDS)
+        if frames is None:
+            self._process.check()
+            return None
+        try:
+            event = decode(parse(frames, event_from), frames, mappings=self._mappings, give_back=True)
+        except ProtocolError as error:
+            raise SidecarError(f"the sidecar sent what is not a message: {error}") from error
+        if isinstance(event, (Encoded, Sampled, Decoded, Stopped, Failed)):
+            for name in self._lent.pop(event.job, ()):
+                self._pool.give_back(name)  # every rank is through with the request
+        return event
+
+
+class Process:
+    """The server's process: its standard input is its lifeline, its lines go to `log`."""
+
+    def __init__(self, command: Sequence[str], *, log: Callable[[str], None]) -> None:
+        self.log = log
+        self._first: queue.Queue[Address | None] = queue.Queue()
+        self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._process = subprocess.Popen(
+            list(command),
+            cwd=PACK_ROOT,
+            env=server_environment(os.environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=_POSIX,  # Ctrl-C in the terminal is the host's alone
+        )
+        self._reader = threading.Thread(target=self._read_lines, daemon=True)
+        self._reader.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    def address(self) -> Address:
+        """Where it listens, once it does. Raises `SidecarError` with its last lines when it ends before."""
+        try:
+            address = self._first.get(timeout=START_SECONDS)
+        except queue.Empty:
+            raise SidecarError(f"the sidecar did not start within {START_SECONDS:.0f} s") from None
+        if address is None:
+            raise SidecarError(f"the sidecar did not start. {self._how_it_ended()}")
+        return address
+
+    def check(self) -> None:
+        """Raise `SidecarError` when it has ended."""
+        if not self.alive:
+            sweep_all()
+            raise SidecarError(f"the sidecar has ended; the next prompt starts a new one. {self._how_it_ended()}")
+
+    def end(self) -> None:
+        """Close its lifeline, and kill it when it takes too long."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended already
+            self._process.stdin.close()
+        try:
+            self._process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL) if _POSIX else self._process.kill()
+            self._process.wait()
+
+    def _how_it_ended(self) -> str:
+        status = self._process.wait()
+        self._reader.join(0.5)
+        how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+        return f"({how}) Its last lines:\n" + "\n".join(self._last_lines)
+
+    def _read_lines(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            address = _address_in(line) if self._first.empty() else None
+            if address:
+                self._first.put(address)
+            else:
+                self._last_lines.append(line.rstrip())
+                self.log(line.rstrip())
+        self._first.put(None)
+
+
+def server_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """The host's variables; our packages come first, and nothing is asked of a network."""
+    others = [entry for entry in inherited.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    changed = {
+        "PYTHONPATH": os.pathsep.join([str(PACK_ROOT), *others]),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    return {name: value for name, value in {**inherited, **changed}.items() if name != "PYTHONSAFEPATH"}
+
+
+def _greet(connection: Connection, address: Address, process: Process) -> Welcome:
+    connection.send(encode(Hello(token=address.token))[0])
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        frames = connection.receive(seconds=POLL_SECONDS)
+        if frames is None:
+            process.check()
+            continue
+        answer = parse(frames, event_from)
+        if isinstance(answer, Welcome):
+            return answer
+        raise SidecarError(f"the sidecar did not welcome us: {getattr(answer, 'message', answer.kind)}")
+    raise SidecarError(f"the sidecar did not answer within {START_SECONDS:.0f} s")
+
+
+def _address_in(line: str) -> Address | None:
+    try:
+        return Address.model_validate_json(line)
+    except ValidationError:
+        return None
+
+
+def _error_of(failed: Failed) -> Exception:
+    if failed.user_error:
+        return ValueError(failed.message)
+    places = (
+        f"rank {failed.rank}" if failed.rank is not None else "",
+        f"stage {failed.stage!r}" if failed.stage else "",
+        f"step {failed.step}" if failed.step is not None else "",
+    )
+    where = ", ".join(place for place in places if place)
+    message = f"{where}: {failed.message}" if where else failed.message
+    return SidecarError(
+        message, rank=failed.rank, stage=failed.stage, step=failed.step, remote_traceback=failed.traceback
+    )

@@ -1,0 +1,286 @@
+"""Runs one job at a time on the ranks of its plan: starts them, passes bytes on, watches for their end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from dataclasses import replace as with_fields
+from pathlib import Path
+
+from .channel import Bell, Frames, Listener, encode, parse, references
+from .errors import ProtocolError
+from .plan import Plan
+from .pool import Mappings
+from .protocol import (
+    Cancel,
+    Decoded,
+    Encoded,
+    Event,
+    Failed,
+    Finished,
+    Notice,
+    Progress,
+    RankReport,
+    Ready,
+    Sampled,
+    Stopped,
+    Work,
+    event_from,
+)
+from .ranks import WORKER, Rank, Ranks
+from .settings import ModelSettings
+
+START_SECONDS = 300.0
+"""How long ranks may take to join."""
+GRACE_SECONDS = 2.0
+"""How long the other ranks may take once one has failed; then they wait for it in a collective."""
+STOP_SECONDS = 20.0
+"""The same once one has stopped: the others may be on the way to the boundary still."""
+
+log = logging.getLogger("outrigger")
+
+
+@dataclass
+class Job:
+    """A request being run, whose client is `peer`, and what is known of it."""
+
+    peer: bytes
+    request: Work
+    frames: Frames
+    sent: bool = False
+    last: Progress | None = None
+    result: Frames | None = None
+    stopped: bool = False
+    through: set[int] = field(default_factory=set)
+    failures: list[Failed] = field(default_factory=list)
+    deadline: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The job's name on the wire."""
+        return self.request.job
+
+
+class Executor:
+    """One job at a time on the ranks of its plan.
+
+    `answer` takes events to a client, and is False when the client is gone. `plan_for` finds the plan of a model;
+    `command` starts one worker.
+    """
+
+    def __init__(
+        self,
+        *,
+        listener: Listener,
+        bell: Bell,
+        token: str,
+        home: Path,
+        pool: Path | None,
+        answer: Callable[[bytes, Frames], bool],
+        plan_for: Callable[[ModelSettings], Plan],
+        command: Sequence[str] = WORKER,
+    ) -> None:
+        self.job: Job | None = None
+        self._listener, self._bell, self._token, self._home, self._pool = listener, bell, token, home, pool
+        self._answer, self._plan_for, self._command = answer, plan_for, command
+        self._segments = Mappings(pool)
+        self._ranks: Ranks | None = None
+
+    # What the loop calls
+
+    def begin(self, job: Job) -> None:
+        """Start a job; the ranks are started first, or replaced, where its plan asks for others than there are."""
+        self.job = job
+        try:
+            plan = self._plan_for(job.request.model)
+        except (ValueError, OSError) as error:
+            return self._end(_failed(job, str(error), user_error=True))
+        if self._ranks is None or with_fields(plan, reason="") != with_fields(self._ranks.plan, reason=""):
+            self._start(plan)
+        self._send_when_ready()
+
+    def cancel(self, name: str) -> None:
+        """Stop the job of that name at its next step boundary, or at once when no rank has it yet."""
+        job = self.job
+        if job is None or job.name != name:
+            return
+        if not job.sent:
+            return self._end(Stopped(job=name))
+        self._to_ranks(encode(Cancel(job=name))[0])
+
+    def hear(self, identity: bytes, frames: Frames) -> None:
+        """Act on what a rank says."""
+        rank, job = self._ranks.by_identity(identity) if self._ranks else None, self.job
+        try:
+            event: Event = parse(frames, event_from)
+        except ProtocolError as error:
+            log.warning("a rank sent what is not a message: %s", error)
+            if rank is None or job is None:
+                return
+            event = _failed(job, f"not a message: {error}", rank=rank.settings.rank)
+        if rank and isinstance(event, Ready):
+            self._joined(rank, event)
+        elif rank and job and getattr(event, "job", "") == job.name:
+            self._note(job, rank.settings.rank, event, frames)
+        else:
+            self._discard(event)  # of ranks that were stopped
+
+    def ended(self, identity: bytes) -> None:
+        """A rank's process has ended."""
+        rank = self._ranks.by_identity(identity) if self._ranks else None
+        if rank is None:
+            return
+        log.warning("rank %d ended (%s)", rank.settings.rank, _status(rank))
+        self.stop()
+        if self.job:
+            self._end(_death(self.job, rank))
+
+    def tick(self) -> None:
+        """Act on a deadline that has passed."""
+        job = self.job
+        if job is None or job.deadline is None or time.monotonic() < job.deadline:
+            return
+        if not job.sent:
+            job.failures.append(_failed(job, f"the ranks did not join within {START_SECONDS:.0f} s"))
+        self.stop()
+        self._settle(job)
+
+    def patience(self) -> int | None:
+        """Milliseconds until `tick` has something to do; None when that depends on others."""
+        if self.job is None or self.job.deadline is None:
+            return None
+        return max(0, int((self.job.deadline - time.monotonic()) * 1000) + 1)
+
+    def report(self) -> tuple[RankReport, ...]:
+        """The ranks that there are."""
+        return tuple(rank.report() for rank in self._ranks.all) if self._ranks else ()
+
+    def stop(self) -> None:
+        """Stop all ranks."""
+        if self._ranks:
+            self._ranks.stop()
+            self._ranks = None
+
+    # Ranks
+
+    def _start(self, plan: Plan) -> None:
+        self.stop()
+        log.info("starting %d rank%s: %s", plan.world, "s"[: plan.world > 1], plan.reason or ", ".join(plan.devices))
+        self._ranks = Ranks(
+            plan,
+            endpoint=self._listener.endpoint,
+            token=self._token,
+            home=self._home,
+            pool=self._pool,
+            command=self._command,
+            bell=self._bell,
+        )
+        if self.job and plan.reason:
+            self._tell(Notice(job=self.job.name, text=plan.reason))
+
+    def _joined(self, rank: Rank, event: Ready) -> None:
+        if event.token != self._token:
+            return log.warning("something that is not rank %d called itself so", rank.settings.rank)
+        rank.ready = True
+        self._send_when_ready()
+
+    def _send_when_ready(self) -> None:
+        job, ranks = self.job, self._ranks
+        if job is None or ranks is None or job.sent:
+            return
+        if ranks.ready < len(ranks.all):
+            job.deadline = job.deadline or time.monotonic() + START_SECONDS
+            return self._tell(Progress(job=job.name, stage="starting ranks", step=ranks.ready, total=len(ranks.all)))
+        job.sent, job.deadline = True, None
+        self._to_ranks(job.frames)
+
+    def _to_ranks(self, frames: Frames) -> None:
+        for rank in self._ranks.all if self._ranks else ():
+            self._listener.send(rank.identity, frames)  # one that is gone has rung the bell
+
+    # The job
+
+    def _note(self, job: Job, rank: int, event: Event, frames: Frames) -> None:
+        match event:
+            case Progress():
+                job.last = event
+                return self._pass_on(job, frames)
+            case Notice():
+                return self._pass_on(job, frames)
+            case Encoded() | Sampled() | Decoded():
+                job.result = frames
+            case Stopped():
+                job.stopped, job.deadline = True, job.deadline or time.monotonic() + STOP_SECONDS
+            case Failed():
+                job.failures.append(event)
+                job.deadline = time.monotonic() + GRACE_SECONDS
+            case Finished():
+                pass
+            case _:
+                return log.warning("rank %d sent a %s", rank, event.kind)
+        job.through.add(rank)
+        if self._ranks and len(job.through) == len(self._ranks.all):
+            self._settle(job)
+
+    def _settle(self, job: Job) -> None:
+        """Answer, now that every rank is through or has been stopped."""
+        if job.failures:
+            if self._ranks and not _all_alike(job.failures, world=len(self._ranks.all)):
+                self.stop()  # they differ now in what they have loaded
+            return self._end(job.failures[0])
+        self._end(Stopped(job=job.name) if job.stopped or job.result is None else None)
+
+    def _end(self, event: Event | None) -> None:
+        """Send the last event of the job, or the result that was held back, and be free for the next."""
+        job, self.job = self.job, None
+        if job is None:
+            return
+        if job.result is not None and event is not None:
+            self._discard(parse(job.result, event_from))
+        frames = encode(event)[0] if event is not None else job.result or []
+        if not self._answer(job.peer, frames) and event is None:
+            self._discard(parse(frames, event_from))
+
+    def _tell(self, event: Event) -> None:
+        if self.job:
+            self._pass_on(self.job, encode(event)[0])
+
+    def _pass_on(self, job: Job, frames: Frames) -> None:
+        if not self._answer(job.peer, frames):
+            self.cancel(job.name)  # nobody waits for it any more
+
+    def _discard(self, event: Event) -> None:
+        for ref in references(event):
+            if ref.segment:
+                self._segments.discard(ref.segment)
+
+
+def _failed(job: Job, message: str, *, user_error: bool = False, rank: int | None = None) -> Failed:
+    last = job.last
+    return Failed(
+        job=job.name,
+        message=message[: 1 << 14],
+        user_error=user_error,
+        rank=rank,
+        stage=last.stage if last else "",
+        step=last.step if last else None,
+    )
+
+
+def _death(job: Job, rank: Rank) -> Failed:
+    what = "ended; the next prompt starts new ranks" if job.sent else "did not start"
+    message = f"the process of this rank on {rank.settings.device} {what} ({_status(rank)})"
+    lines = "\n".join(rank.last_lines)
+    return _failed(job, f"{message}. Its last lines:\n{lines}" if lines else message, rank=rank.settings.rank)
+
+
+def _status(rank: Rank) -> str:
+    status = rank.exit_status
+    return f"killed by signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+
+
+def _all_alike(failures: list[Failed], *, world: int) -> bool:
+    """Whether every rank refused the same thing, and so none is ahead of another."""
+    return len(failures) == world and len({f.message for f in failures}) == 1 and not failures[0].out_of_memory

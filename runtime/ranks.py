@@ -1,0 +1,183 @@
+"""The worker processes: one for each rank of a plan."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .channel import Bell
+from .plan import Plan
+from .protocol import RankReport
+from .settings import RankSettings
+
+PACK_ROOT = Path(__file__).resolve().parent.parent
+WORKER = (sys.executable, "-m", "runtime.worker")
+LAST_LINES = 15
+_POSIX = os.name == "posix"
+
+log = logging.getLogger("outrigger")
+
+
+class Rank:
+    """One worker process. Its standard input is its lifeline: the worker ends when that does."""
+
+    def __init__(
+        self, settings: RankSettings, *, command: Sequence[str], environment: Mapping[str, str], bell: Bell
+    ) -> None:
+        self.settings, self.ready = settings, False
+        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._process = subprocess.Popen(
+            list(command),
+            cwd=PACK_ROOT,
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=_POSIX,
+        )
+        self._reader = threading.Thread(target=self._log_lines, daemon=True)
+        self._waiter = threading.Thread(target=self._await_end, args=(bell,), daemon=True)
+        self._reader.start()
+        self._waiter.start()
+        self._tell_settings()
+
+    @property
+    def identity(self) -> bytes:
+        """Its name on the socket, never used twice."""
+        return self.settings.identity.encode()
+
+    @property
+    def exit_status(self) -> int | None:
+        """How it ended, None while it runs."""
+        return self._process.returncode
+
+    def report(self) -> RankReport:
+        """This rank as `Status` tells of it."""
+        return RankReport(rank=self.settings.rank, pid=self._process.pid, device=self.settings.device)
+
+    def kill(self) -> None:
+        """End the process with everything it started. It has nothing to save."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL) if _POSIX else self._process.kill()
+        except (ProcessLookupError, PermissionError):
+            return  # it has ended already
+
+    def join(self, seconds: float) -> None:
+        """Wait until it has ended and its last lines are read."""
+        self._waiter.join(seconds)
+
+    def _tell_settings(self) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(self.settings.model_dump_json() + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return  # it ended at once: the waiter says so
+
+    def _log_lines(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.last_lines.append(line.rstrip())
+            log.info("rank %d: %s", self.settings.rank, line.rstrip())
+
+    def _await_end(self, bell: Bell) -> None:
+        self._process.wait()
+        self._reader.join(0.5)  # its last lines say why; a process it started may hold the pipe open for longer
+        bell.ring(f"{ENDED}{self.settings.identity}")
+
+
+ENDED = "ended "
+"""What a rank's end rings the bell with, followed by its identity."""
+
+
+class Ranks:
+    """The processes of one plan, started together and stopped together."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        endpoint: str,
+        token: str,
+        home: Path,
+        pool: Path | None,
+        command: Sequence[str],
+        bell: Bell,
+    ) -> None:
+        self.plan, self._pool = plan, pool
+        self._name = secrets.token_hex(4)
+        self._store = home / f"store-{self._name}"
+        environment = rank_environment(plan, os.environ)
+        self.all = [
+            Rank(
+                RankSettings(
+                    rank=rank,
+                    devices=_local_devices(plan),
+                    **plan.degrees,
+                    endpoint=endpoint,
+                    identity=f"{self._name}-{rank}",
+                    token=token,
+                    store=str(self._store),
+                    pool=pool.name if pool else "",
+                ),
+                command=command,
+                environment=environment,
+                bell=bell,
+            )
+            for rank in range(plan.world)
+        ]
+
+    def by_identity(self, identity: bytes) -> Rank | None:
+        """The rank of that name; None for one of an earlier plan."""
+        return next((rank for rank in self.all if rank.identity == identity), None)
+
+    @property
+    def ready(self) -> int:
+        """How many have joined."""
+        return sum(rank.ready for rank in self.all)
+
+    def stop(self) -> None:
+        """Kill them all and remove what they leave. Their results that are being read stay readable."""
+        for rank in self.all:
+            rank.kill()
+        for rank in self.all:
+            rank.join(5.0)
+        self._store.unlink(missing_ok=True)
+        for segment in self._pool.glob(f"{self._name}-*") if self._pool else ():
+            segment.unlink(missing_ok=True)
+
+
+def rank_environment(plan: Plan, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the ranks' processes: what the server has, and what the plan says."""
+    threads = max(1, (os.cpu_count() or 1) // plan.world)
+    return {
+        **inherited,
+        "CUDA_DEVICE_ORDER": inherited.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
+        "CUDA_VISIBLE_DEVICES": ",".join(_visible_ids(plan, inherited)),
+        "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS", str(threads)),
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "PYTHONUNBUFFERED": "1",
+        **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
+    }
+
+
+def _visible_ids(plan: Plan, inherited: Mapping[str, str]) -> list[str]:
+    """The plan counts among the devices that the server sees, which may be some of the machine's."""
+    numbers = [int(device.partition(":")[2]) for device in plan.devices if device.startswith("cuda")]
+    seen = [name for name in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return [seen[number] if seen else str(number) for number in numbers]
+
+
+def _local_devices(plan: Plan) -> tuple[str, ...]:
+    return tuple(f"cuda:{rank}" if device.startswith("cuda") else "cpu" for rank, device in enumerate(plan.devices))

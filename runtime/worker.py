@@ -1,0 +1,220 @@
+"""One rank: its mesh, its pipeline and its loop of requests."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from functools import partial
+from typing import Any
+
+import torch
+import zmq
+from pydantic import ValidationError
+
+from .channel import Connection, Frames, decode, encode, parse, problems_of
+from .errors import Cancelled
+from .folders import shared_folder
+from .mesh import Mesh
+from .pool import SMALLEST_BYTES, Mappings, Pool
+from .protocol import (
+    Cancel,
+    Decode,
+    Decoded,
+    Encoded,
+    EncodeText,
+    Event,
+    Failed,
+    Finished,
+    Notice,
+    Progress,
+    Ready,
+    Sample,
+    Sampled,
+    Shutdown,
+    Stopped,
+    Work,
+    request_from,
+)
+from .settings import AXES, ModelSettings, ParallelSettings, RankSettings
+
+PROGRESS_SECONDS = 0.005
+"""Progress without a picture goes out no more often than so, but for the first and last step of a stage."""
+
+log = logging.getLogger("outrigger")
+
+
+class Reporter:
+    """The `ReportProgress` of one job: tells the node how far it is, and has the ranks agree on a cancel."""
+
+    def __init__(self, worker: Worker, job: str) -> None:
+        self.stage, self.step = "", None
+        self._worker, self._job = worker, job
+        self._sent_stage, self._sent_at = "", 0.0
+
+    def __call__(
+        self, stage: str, step: int, total: int, *, preview: torch.Tensor | None = None, together: bool = True
+    ) -> None:
+        """Report a point where the job may be cancelled. Raises `Cancelled` when it was."""
+        self.stage, self.step = stage, step
+        first_rank = self._worker.settings.rank == 0
+        if first_rank and (preview is not None or step >= total or self._is_due(stage)):
+            self._sent_stage, self._sent_at = stage, time.monotonic()
+            self._worker.send(Progress(job=self._job, stage=stage, step=step, total=total, preview=preview))
+        stop = first_rank and self._worker.cancel_came(self._job)
+        if self._worker.mesh.agree(int(stop)) if together else stop:
+            raise Cancelled
+
+    def _is_due(self, stage: str) -> bool:
+        return stage != self._sent_stage or time.monotonic() - self._sent_at >= PROGRESS_SECONDS
+
+
+class Worker:
+    """Runs requests in the order they come, with one pipeline loaded."""
+
+    def __init__(self, settings: RankSettings, *, pipeline_class: Any) -> None:
+        self.settings, self._pipeline_class = settings, pipeline_class
+        self.mesh = _mesh(settings)
+        folder = shared_folder(settings.pool)
+        self._pool, self._mappings = Pool(folder, owner=settings.identity), Mappings(folder)
+        self._connection = Connection(zmq.Context.instance(), settings.endpoint, identity=settings.identity)
+        self._pipeline: Any = None
+        self._loaded: ModelSettings | None = None
+        self._said_slow = False
+        self.send(Ready(pid=os.getpid(), token=settings.token))
+
+    def run(self) -> None:
+        """Receive, act, reply, until told to end."""
+        while True:
+            frames = self._connection.receive()
+            request = parse(frames, request_from)
+            match request:
+                case EncodeText() | Sample() | Decode():
+                    self._do(request, frames)
+                case Shutdown():
+                    return
+                case _:
+                    pass  # a Cancel that came after its job's end
+
+    def send(self, event: Event) -> None:
+        """Send an event up, large tensors through shared memory."""
+        frames, refs = encode(event, pool=self._pool)
+        if any(ref.frame and ref.nbytes >= SMALLEST_BYTES for ref in refs):
+            self._say_slow(event)
+        self._connection.send(frames)
+
+    def cancel_came(self, job: str) -> bool:
+        """Whether the client has asked to stop this job. Does not wait."""
+        frames = self._connection.receive(seconds=0)
+        return frames is not None and parse(frames, request_from) == Cancel(job=job)
+
+    def _do(self, request: Work, frames: Frames) -> None:
+        """Run one request; whatever goes wrong becomes the event that ends it."""
+        report = Reporter(self, request.job)
+        try:
+            with torch.inference_mode():
+                event = self._result(decode(request, frames, mappings=self._mappings, give_back=False), report)
+            return self.send(event)
+        except Cancelled:
+            event = Stopped(job=request.job)
+        except Exception as error:  # this process's one handler: the job fails, the rank lives
+            event = self._failure(request, report, error)
+        _free_memory()  # only here have the tensors that the error held on to gone
+        self.send(event)
+
+    def _result(self, request: Work, report: Reporter) -> Event:
+        """The event that ends the request: rank 0's with the result, the others' without."""
+        pipeline = self._pipeline_for(request.model, report)
+        started = time.perf_counter()
+        match request:
+            case EncodeText():
+                result = partial(Encoded, conditioning=pipeline.encode_text(request.text, progress=report))
+            case Sample():
+                result = partial(Sampled, latent=pipeline.sample(request, progress=report))
+            case Decode():
+                result = partial(Decoded, images=pipeline.decode(request.latent, progress=report))
+        if self.settings.rank != 0:
+            return Finished(job=request.job)
+        return result(job=request.job, seconds=time.perf_counter() - started)
+
+    def _pipeline_for(self, model: ModelSettings, report: Reporter) -> Any:
+        """The pipeline of these settings, loaded when another is. How it is spread is this process's plan."""
+        wanted = model.model_copy(update={"parallel": ParallelSettings()})
+        if self._loaded != wanted:
+            self._pipeline = self._loaded = None
+            _free_memory()
+            self._pipeline = self._pipeline_class.load(model, mesh=self.mesh, progress=report)
+            self._loaded = wanted
+        return self._pipeline
+
+    def _failure(self, request: Work, report: Reporter, error: Exception) -> Failed:
+        text = problems_of(error) if isinstance(error, ValidationError) else str(error)
+        user_error = isinstance(error, ValueError)
+        return Failed(
+            job=request.job,
+            message=(text if user_error else f"{type(error).__name__}: {text}")[: 1 << 14],
+            user_error=user_error,
+            out_of_memory=_is_out_of_memory(error),
+            rank=self.settings.rank,
+            stage=report.stage[:64],
+            step=report.step,
+            traceback="".join(traceback.format_exception(error))[-(1 << 16) :],
+        )
+
+    def _say_slow(self, event: Event) -> None:
+        if self._said_slow:
+            return
+        self._said_slow = True
+        text = (
+            "shared memory has no room (a small /dev/shm, as in Docker without --shm-size): results travel through "
+            "a socket, which is slower"
+        )
+        log.warning(text)
+        self.send(Notice(job=getattr(event, "job", ""), text=text))
+
+
+def run(*, pipeline_class: Any) -> None:
+    """Be the rank that the line on standard input describes, until standard input ends."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    settings = RankSettings.model_validate_json(sys.stdin.readline())
+    _end_with_stdin()
+    Worker(settings, pipeline_class=pipeline_class).run()
+
+
+def _end_with_stdin() -> None:
+    """End with the server, also when this rank waits for another in a collective."""
+
+    def watch() -> None:
+        while os.read(0, 4096):  # not sys.stdin: its lock would be held when the interpreter ends
+            pass
+        if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)  # with the compilers that this rank may have started
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _mesh(settings: RankSettings) -> Mesh:
+    degrees = {axis: getattr(settings, axis) for axis in AXES}
+    return Mesh.join(degrees, rank=settings.rank, device=settings.device, init_method=f"file://{settings.store}")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    from .pipeline import Pipeline
+
+    run(pipeline_class=Pipeline)

@@ -1,0 +1,20 @@
+"""The server, with ranks that pretend and a plan that takes `devices` at its word."""
+
+import logging
+import sys
+from pathlib import Path
+
+from runtime.plan import Plan
+from runtime.server import Server, run_server
+
+
+def plan_for(model):
+    count = model.parallel.device_count or 1
+    return Plan(data=1, cfg=count, ring=1, ulysses=1, tensor=1, devices=("cpu",) * count)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    worker = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
+    endpoint = sys.argv[1] if len(sys.argv) > 1 else ""
+    sys.exit(run_server(Server(endpoint, plan_for=plan_for, command=worker), stdin_guard=True))

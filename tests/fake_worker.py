@@ -1,0 +1,77 @@
+"""A rank with a pipeline that only pretends, so that processes and transport are tested alone.
+
+The model's name says how it behaves: `fake?step=0.05&raise=1&at=2` takes 0.05 s a step and fails on rank 1 in step 2.
+"""
+
+import os
+import sys
+import time
+from urllib.parse import parse_qsl
+
+import torch
+import torch.distributed as dist
+
+from runtime.errors import Refused
+from runtime.protocol import Conditioning
+from runtime.worker import run
+
+
+class FakePipeline:
+    def __init__(self, behaviour, mesh):
+        self.behaviour, self.mesh = behaviour, mesh
+
+    @classmethod
+    def load(cls, settings, *, mesh, progress):
+        behaviour = dict(parse_qsl(settings.model.partition("?")[2]))
+        for step in range(1, 3):
+            time.sleep(float(behaviour.get("load", 0)))
+            progress("loading", step, 2)
+        if behaviour.get("file") == "bad":
+            raise Refused(f"{settings.model} is not a model: choose another")
+        print("loaded in", os.getpid(), flush=True)
+        return cls(behaviour, mesh)
+
+    def encode_text(self, text, *, progress):
+        progress("encoding text", 1, 1)
+        return (
+            Conditioning(embedding=torch.full((1, 4, 8), float(len(text)), dtype=torch.bfloat16))
+            if self.first
+            else None
+        )
+
+    def sample(self, request, *, progress):
+        steps = request.settings.steps
+        for step in range(1, steps + 1):
+            time.sleep(float(self.behaviour.get("step", 0)))
+            self.misbehave(step)
+            if self.mesh.world > 1:
+                dist.all_reduce(torch.ones(1))
+            preview = torch.full((4, 5, 3), step, dtype=torch.uint8) if request.preview else None
+            progress("sampling", step, steps, preview=preview)
+        return request.latent * 2
+
+    def decode(self, latent, *, progress):
+        progress("decoding", 1, 1)
+        return latent.flatten(0, -1).clone() if self.first else None
+
+    def misbehave(self, step):
+        if step != int(self.behaviour.get("at", 2)):
+            return
+        if self.behaviour.get("raise") in (str(self.mesh.rank), "all"):
+            raise RuntimeError("this rank does not like the step")
+        if self.behaviour.get("memory") == str(self.mesh.rank):
+            raise torch.OutOfMemoryError("tried to allocate 80 GiB")
+        if self.behaviour.get("exit") == str(self.mesh.rank):
+            print("about to end", flush=True)
+            os._exit(7)
+
+    @property
+    def first(self):
+        return self.mesh.rank == 0
+
+
+if __name__ == "__main__":
+    if os.environ.get("FAKE_WORKER_BREAKS"):
+        print("ImportError: no such library", file=sys.stderr)
+        sys.exit(3)
+    run(pipeline_class=FakePipeline)
