@@ -52,6 +52,7 @@ def load_model(name: str):
     if name == ANALYTIC:
         return analytic_model()
     import folder_paths
+
     import nodes
 
     folder_paths.add_model_folder_path("diffusion_models", str(Path(name).parent))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -52,7 +53,7 @@ def euler(
 ) -> torch.Tensor:
     """Euler steps down the probability flow (Karras et al. 2022, arXiv:2206.00364, algorithm 2 without churn)."""
     total = len(sigmas) - 1
-    for step, (sigma, following) in enumerate(zip(sigmas, sigmas[1:]), start=1):
+    for step, (sigma, following) in enumerate(pairwise(sigmas), start=1):
         denoised = denoise(x, sigma)
         progress(step, total, denoised)
         x = x + (x - denoised) / sigma * (following - sigma)
@@ -68,7 +69,7 @@ def euler_ancestral(
     scales so that the share of the picture is that of `following`, and adds the noise that is missing.
     """
     total = len(sigmas) - 1
-    for step, (sigma, following) in enumerate(zip(sigmas, sigmas[1:]), start=1):
+    for step, (sigma, following) in enumerate(pairwise(sigmas), start=1):
         denoised = denoise(x, sigma)
         progress(step, total, denoised)
         if following == 0:
@@ -88,7 +89,7 @@ def dpmpp_2m(
     total = len(sigmas) - 1
     times = [-sigma.log() for sigma in sigmas]
     earlier = None
-    for step, (time, following) in enumerate(zip(times, times[1:]), start=1):
+    for step, (time, following) in enumerate(pairwise(times), start=1):
         denoised = denoise(x, sigmas[step - 1])
         progress(step, total, denoised)
         stride, slope = following - time, denoised

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from scipy.special import betaincinv
+from scipy.stats import beta as beta_distribution
 
 from .samplers import SAMPLERS
 
@@ -72,7 +72,8 @@ def beta(table: FlowTable, steps: int, *, alpha: float = 0.6, beta: float = 0.6)
     """Timesteps at quantiles of a beta distribution (Lee et al. 2024, arXiv:2407.12173). Equal ones are taken once."""
     highest = len(table.sigmas) - 1
     quantiles = [1.0 - step / steps for step in range(steps)]
-    indices = [round(float(betaincinv(alpha, beta, quantile)) * highest) for quantile in quantiles]
+    # The very function ComfyUI calls: the middle quantile falls between two indices, where the last bit decides.
+    indices = [round(share * highest) for share in beta_distribution.ppf(quantiles, alpha, beta).tolist()]
     return _with_zero(table.sigmas[list(dict.fromkeys(indices))])
 
 

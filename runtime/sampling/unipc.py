@@ -60,7 +60,7 @@ class Update:
         *older, latest = predictions
         stride = target.half_log_snr - current.half_log_snr
         ratios = [(level.half_log_snr - current.half_log_snr) / stride for level in reversed(earlier)]
-        slopes = tuple((prediction - latest) / ratio for prediction, ratio in zip(reversed(older), ratios))
+        slopes = tuple((prediction - latest) / ratio for prediction, ratio in zip(reversed(older), ratios, strict=True))
         base = target.std / current.std * y - target.alpha * torch.expm1(-stride) * latest
         return cls(base, -target.alpha * -stride, latest, slopes, *_weights(ratios, -stride))
 
@@ -91,4 +91,4 @@ def _weights(ratios: Sequence[torch.Tensor], h: torch.Tensor) -> tuple[torch.Ten
 
 
 def _weighted(weights: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return sum(weight * tensor for weight, tensor in zip(weights, tensors))
+    return sum(weight * tensor for weight, tensor in zip(weights, tensors, strict=True))
