@@ -26,7 +26,7 @@ class SidecarError(RuntimeError):
     """A failure inside the sidecar.
 
     `rank` is None when the failure is not one rank's. `remote_traceback` is the text of the traceback in the process
-    where it happened, or empty.
+    where it happened, or empty. `out_of_memory` marks what more memory, or a smaller job, would have avoided.
     """
 
     def __init__(
@@ -37,7 +37,9 @@ class SidecarError(RuntimeError):
         stage: str = "",
         step: int | None = None,
         remote_traceback: str = "",
+        out_of_memory: bool = False,
     ) -> None:
+        self.out_of_memory = out_of_memory
         self.rank, self.stage, self.step, self.remote_traceback = rank, stage, step, remote_traceback
         super().__init__(f"{message}\n\n{remote_traceback}".rstrip() if remote_traceback else message)
 
