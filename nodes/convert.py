@@ -88,9 +88,9 @@ def to_latent(value: Any, what: str) -> torch.Tensor:
     return _to_send(latent, what)
 
 
-def refuse_noise_mask(value: dict[str, Any]) -> None:
+def refuse_noise_mask(value: Any) -> None:
     """Raises `ValueError` when a LATENT carries a mask, which the sampler does not honour yet."""
-    if value.get("noise_mask") is not None:
+    if isinstance(value, dict) and value.get("noise_mask") is not None:
         raise ValueError(
             "latent_image: remove Set Latent Noise Mask (or VAE Encode for Inpainting): this latent carries a "
             "noise_mask, and Outrigger does not sample behind a mask yet"

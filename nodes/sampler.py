@@ -84,6 +84,7 @@ class OutriggerSampler(io.ComfyNode):
             scheduler=scheduler,
             denoise=denoise,
         )
+        convert.refuse_noise_mask(latent_image)
         display = NodeDisplay(cls.hidden.unique_id, stage="sampling")
         latent = session.sample(
             model,

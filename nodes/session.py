@@ -120,6 +120,6 @@ def _new_job() -> str:
 
 
 def _as_comfyui_shows_it(error: SidecarError) -> Exception:
-    if getattr(error, "out_of_memory", False):
+    if error.out_of_memory:
         return torch.OutOfMemoryError(str(error))
     return SidecarFailure(str(error))

@@ -1,0 +1,39 @@
+"""What the tests share: one thread per process, the pack as ComfyUI loads it, and a running ComfyUI."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks of a test are processes that share few cores
+
+
+@pytest.fixture
+def pack() -> Iterator[SimpleNamespace]:
+    """The nodes' modules, loaded as ComfyUI loads a pack, around a stand-in for ComfyUI; see `fake_comfyui`."""
+    from tests.fake_comfyui import loaded_pack
+
+    with loaded_pack() as modules:
+        yield modules
+
+
+@pytest.fixture(scope="session")
+def comfyui_tree() -> Path:
+    """ComfyUI's folder; skips the test where there is none."""
+    from tests.stock import comfyui_path
+
+    return comfyui_path()
+
+
+@pytest.fixture(scope="session")
+def comfyui(comfyui_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    """One running ComfyUI with this pack and previews, for all tests that leave it as they found it."""
+    from tests.comfyui import ComfyUI
+
+    base = tmp_path_factory.mktemp("comfyui")
+    with ComfyUI(comfyui_tree, base, arguments=("--cpu", "--preview-method", "latent2rgb")) as server:
+        yield server

@@ -1,0 +1,481 @@
+"""The nodes on a stand-in for ComfyUI: what they accept, refuse, show and raise."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+NODES = ROOT / "nodes"
+NODE_IDS = (
+    "OutriggerLoadModel",
+    "OutriggerParallelism",
+    "OutriggerTextEncode",
+    "OutriggerSampler",
+    "OutriggerDecode",
+)
+
+
+# CONDITIONING
+
+
+def entry(**options: object) -> list:
+    return [[torch.zeros(1, 4, 8), options]]
+
+
+def test_conditioning_carries_what_is_honoured(pack):
+    mask, pooled = torch.ones(1, 4), torch.zeros(1, 3)
+    value = entry(pooled_output=pooled, attention_mask=mask, guidance=3)
+    (sent,) = pack.convert.to_conditioning(value, "positive")
+    assert torch.equal(sent.pooled, pooled)
+    assert torch.equal(sent.attention_mask, mask)
+    assert sent.guidance == 3.0
+    back = pack.convert.from_conditioning(sent)
+    assert torch.equal(back[0][0], value[0][0])
+    assert set(back[0][1]) == {"pooled_output", "attention_mask", "guidance"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"width": 512, "height": 512, "crop_w": 0, "prompt_type": "positive"},
+        {"strength": 1.0},
+        {"start_percent": 0.0, "end_percent": 1.0},
+        {"pooled_output": None, "control": None, "hooks": None},
+    ],
+)
+def test_conditioning_keys_without_effect_are_accepted(pack, options):
+    assert len(pack.convert.to_conditioning(entry(**options), "positive")) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strength": 0.5},
+        {"area": (1, 2, 3, 4)},
+        {"mask": torch.ones(1)},
+        {"start_percent": 0.2},
+        {"end_percent": 0.9},
+        {"control": object()},
+        {"gligen": ()},
+        {"hooks": object()},
+        {"concat_latent_image": torch.ones(1)},
+        {"reference_latents": [torch.ones(1)]},
+        {"clip_vision_output": object()},
+        {"from_a_node_of_next_year": 1},
+    ],
+)
+def test_conditioning_keys_that_are_not_applied_are_refused_by_name(pack, options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"^positive: .*'{name}'"):
+        pack.convert.to_conditioning(entry(**options), "positive")
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ([], "connect a text encoder"),
+        (entry() + entry(), "one prompt in place of 2"),
+        ([[None, {}]], "no embedding"),
+        ("text", "connect a text encoder"),
+        ([[torch.zeros(1, 4, 8, dtype=torch.float8_e4m3fn), {}]], "float8_e4m3fn"),
+    ],
+)
+def test_conditioning_of_another_form_is_refused(pack, value, says):
+    with pytest.raises(ValueError, match=says):
+        pack.convert.to_conditioning(value, "negative")
+
+
+# LATENT
+
+
+def test_latent_keeps_unknown_keys_and_drops_what_ksampler_drops(pack):
+    like = {"samples": torch.zeros(1), "type": "x", "batch_index": [3], "downscale_ratio_spacial": 8}
+    out = pack.convert.from_latent(torch.ones(2), like)
+    assert out == {"samples": out["samples"], "type": "x", "batch_index": [3]}
+    assert torch.equal(out["samples"], torch.ones(2))
+    assert torch.equal(like["samples"], torch.zeros(1))
+
+
+def test_latent_made_in_inference_mode_can_be_sent(pack):
+    with torch.inference_mode():
+        latent = {"samples": torch.zeros(1, 16, 1, 4, 4).transpose(3, 4)}
+    sent = pack.convert.to_latent(latent, "latent_image")
+    assert sent.is_contiguous()
+    assert bytes(sent.numpy().data) == bytes(sent.numel() * 4)
+
+
+@pytest.mark.parametrize(
+    ("latent", "says"),
+    [
+        ({"samples": SimpleNamespace(is_nested=True)}, "several tensors"),
+        ({"samples": torch.zeros(1, 8, 100)}, "pictures or video"),
+        ("nothing", "connect a latent"),
+        ({}, "connect a latent"),
+    ],
+)
+def test_latent_of_another_form_is_refused(pack, latent, says):
+    with pytest.raises(ValueError, match=says):
+        pack.convert.to_latent(latent, "samples")
+
+
+def test_noise_mask_is_refused_by_name(pack):
+    with pytest.raises(ValueError, match="noise_mask"):
+        pack.sampler.OutriggerSampler.execute(
+            model=None,
+            positive=entry(),
+            latent_image={"samples": torch.zeros(1, 16, 4, 4), "noise_mask": torch.ones(1)},
+        )
+
+
+def test_batch_index_is_sent_as_numbers(pack):
+    assert pack.convert.batch_index({"batch_index": [2, torch.tensor(0)]}) == (2, 0)
+    assert pack.convert.batch_index({}) is None
+
+
+# Model files
+
+
+@pytest.fixture
+def folders(pack, tmp_path) -> Path:
+    for name in (
+        "diffusion_models/wan.safetensors",
+        "diffusion_models/sub/other.safetensors",
+        "diffusion_models/old.ckpt",
+        "checkpoints/wan.safetensors",
+        "checkpoints/all.safetensors",
+        "diffusers/Wan2.1/model_index.json",
+        "diffusers/Wan2.1/vae/config.json",
+        "diffusers/tiny-shapes/model_index.json",
+        "text_encoders/umt5.safetensors",
+        "vae/wan.safetensors",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    pack.fake.folders = {folder.name: [folder] for folder in tmp_path.iterdir()}
+    return tmp_path
+
+
+def test_model_choices_begin_with_the_built_in_model_and_tell_equal_names_apart(pack, folders):
+    assert pack.files.model_choices() == [
+        "tiny-shapes",
+        "tiny-shapes [diffusers]",
+        "sub/other.safetensors",
+        "wan.safetensors [diffusion_models]",
+        "wan.safetensors [checkpoints]",
+        "all.safetensors",
+        "Wan2.1",
+    ]
+
+
+def test_every_choice_is_found_again(pack, folders):
+    paths = [pack.files.find_model(choice) for choice in pack.files.model_choices()]
+    assert paths == [
+        "tiny-shapes",
+        str(folders / "diffusers/tiny-shapes"),
+        str(folders / "diffusion_models/sub/other.safetensors"),
+        str(folders / "diffusion_models/wan.safetensors"),
+        str(folders / "checkpoints/wan.safetensors"),
+        str(folders / "checkpoints/all.safetensors"),
+        str(folders / "diffusers/Wan2.1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("choice", "says"),
+    [
+        ("wan.safetensors", r"more than one folder.*\[diffusion_models\].*\[checkpoints\]"),
+        ("al.safetensors", "nearest names are all.safetensors"),
+        ("old.ckpt", "convert it to .safetensors"),
+        ("../secret.safetensors", "is not in models/"),
+        ("all.safetensors [diffusion_models]", "is not in models/"),
+    ],
+)
+def test_a_choice_that_is_not_there_is_refused_with_the_way_out(pack, folders, choice, says):
+    with pytest.raises(ValueError, match=says):
+        pack.files.find_model(choice)
+    assert re.search(says, pack.model.OutriggerLoadModel.validate_inputs(model=choice))
+
+
+def test_components_are_files_of_their_folder_or_parts_of_a_diffusers_model(pack, folders):
+    assert pack.files.component_choices("vae", "vae") == ["from model", "wan.safetensors", "Wan2.1/vae"]
+    found = pack.files.find_all(
+        "Wan2.1", text_encoder="umt5.safetensors", text_encoder_2="from model", vae="Wan2.1/vae"
+    )
+    assert found["text_encoder"] == str(folders / "text_encoders/umt5.safetensors")
+    assert found["text_encoder_2"] == "from model"
+    assert found["vae"] == str(folders / "diffusers/Wan2.1/vae")
+
+
+@pytest.mark.parametrize("changed", ["diffusion_models/sub/other.safetensors", "vae/wan.safetensors"])
+def test_a_file_replaced_in_place_is_another_model(pack, folders, changed):
+    widgets = {"model": "sub/other.safetensors", "vae": "wan.safetensors"}
+    node = pack.model.OutriggerLoadModel
+    before, settings = node.fingerprint_inputs(**widgets, dtype="auto"), node.execute(**widgets)
+    assert node.execute(**widgets) == settings
+    (folders / changed).write_bytes(b"other")
+    assert node.fingerprint_inputs(**widgets, dtype="auto") != before
+    assert node.execute(**widgets) != settings
+
+
+# Widgets
+
+
+def test_settings_on_the_sockets_are_short_to_read(pack):
+    (model,) = pack.model.OutriggerLoadModel.execute(model="tiny-shapes")
+    (parallel,) = pack.parallel.OutriggerParallelism.execute(devices="cpu:2")
+    assert len(repr(model)) < 100
+    assert len(repr(parallel)) < 100
+    with pytest.raises(ValueError, match="frozen"):
+        model.dtype = "fp32"
+
+
+@pytest.mark.parametrize(
+    ("widgets", "says"),
+    [
+        ({"devices": "cpu:2", "ulysses": 2, "cfg": 2}, r"^cpu:2 is 2 devices, but cfg 2 x ulysses 2 = 4: choose"),
+        ({"devices": "gpu"}, "^devices 'gpu' is not one of: auto"),
+        ({"devices": "cuda:0,0"}, "names a device twice"),
+        ({"ulysses": 65}, "^ulysses is 65: set it to 64 or less$"),
+        ({"ulysses": "two"}, "^ulysses is 'two'"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_when_it_is_queued(pack, widgets, says):
+    answer = pack.parallel.OutriggerParallelism.validate_inputs(**widgets)
+    assert re.search(says, answer)
+    assert "pydantic" not in answer
+
+
+@pytest.mark.parametrize(
+    ("widgets", "says"),
+    [
+        ({"dtype": "int3"}, "dtype 'int3' is not available in Outrigger; choose one of: 'auto'"),
+        ({"quant": "magic"}, "quant 'magic'"),
+        ({"parallel": "two"}, "parallel is 'two'"),
+        ({"memory": object()}, "memory: disconnect"),
+        ({"speed": object()}, "speed: disconnect"),
+        ({"vae": "nowhere.safetensors"}, "vae 'nowhere.safetensors' is not in"),
+    ],
+)
+def test_load_model_checks_every_value_itself(pack, widgets, says):
+    with pytest.raises(ValueError, match=says):
+        pack.model.OutriggerLoadModel.execute(model="tiny-shapes", **widgets)
+
+
+def test_sampler_names_are_checked_when_queued(pack):
+    check = pack.sampler.OutriggerSampler.validate_inputs
+    assert check(sampler_name="euler", scheduler="beta") is True
+    assert "choose one of: euler" in check(sampler_name="heun")
+    assert "choose one of: simple" in check(scheduler="karras")
+
+
+def test_numbers_that_comfyui_lets_through_are_refused_by_name(pack):
+    with pytest.raises(ValueError, match="^cfg is nan"):
+        pack.sampler.OutriggerSampler.execute(
+            model=None, positive=entry(), latent_image={"samples": torch.zeros(1, 16, 4, 4)}, cfg=float("nan")
+        )
+
+
+# What a node shows and raises while the sidecar works
+
+
+class FakeSidecar:
+    """Plays events; `started` counts the processes."""
+
+    started = 0
+
+    def __init__(self, events) -> None:
+        type(self).started += 1
+        self.events, self.alive, self.requests, self.closed = events, True, [], False
+
+    def call(self, request, *, interrupted):
+        self.requests.append(request)
+        for event in self.events(request):
+            if isinstance(event, BaseException):
+                raise event
+            yield event
+            if interrupted():
+                raise self.cancelled
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def sidecar(pack, monkeypatch):
+    """`play(*events)` makes a sidecar that plays these, with the job filled in."""
+
+    def play(*makers):
+        def start(*, log):
+            fake = FakeSidecar(lambda request: (make(request) if callable(make) else make for make in makers))
+            fake.cancelled = pack.runtime_errors.Cancelled()
+            started.append(fake)
+            return fake
+
+        started: list[FakeSidecar] = []
+        monkeypatch.setattr(pack.session.Sidecar, "start", start)
+        return started
+
+    return play
+
+
+def progress(pack, stage, step, total, preview=None):
+    return lambda r: pack.runtime_protocol.Progress(job=r.job, stage=stage, step=step, total=total, preview=preview)
+
+
+def sampled(pack):
+    return lambda r: pack.runtime_protocol.Sampled(job=r.job, latent=torch.ones(1, 16, 1, 4, 4), seconds=0.5)
+
+
+def sample(pack, **inputs):
+    (model,) = pack.model.OutriggerLoadModel.execute(model="tiny-shapes")
+    latent = {"samples": torch.zeros(1, 16, 1, 4, 4), "kept": 1}
+    given = {"model": model, "positive": entry(), "negative": entry(), "latent_image": latent} | inputs
+    return pack.sampler.OutriggerSampler.execute(**given)
+
+
+def test_steps_move_the_bar_and_other_stages_are_text(pack, sidecar):
+    picture = torch.zeros(2, 3, 3, dtype=torch.uint8)
+    sidecar(
+        progress(pack, "loading", 1, 4),
+        progress(pack, "sampling", 1, 2, picture),
+        progress(pack, "sampling", 2, 2),
+        sampled(pack),
+    )
+    (latent,) = sample(pack)
+    assert pack.fake.bar == [(1, 2), (2, 2)]
+    assert pack.fake.previews[0][1].size == (3, 2)
+    assert pack.fake.texts == [("7", "loading 1/4"), ("7", "sampling took 0.50 s")]
+    assert latent["kept"] == 1
+
+
+def test_cancel_that_the_bar_notices_first_stops_the_job_in_order(pack, sidecar):
+    def cancelled_before_it_is_shown(request):
+        pack.fake.interrupted = True  # the bar raises on it, and takes it back
+        return progress(pack, "sampling", 1, 2)(request)
+
+    sidecar(cancelled_before_it_is_shown, sampled(pack))
+    with pytest.raises(pack.host.Interrupted):
+        sample(pack)
+    assert pack.fake.bar == []
+    assert not pack.fake.interrupted
+
+
+def test_cancel_before_the_job_starts_no_sidecar(pack, sidecar):
+    started = sidecar(sampled(pack))
+    pack.fake.interrupted = True
+    with pytest.raises(pack.host.Interrupted):
+        sample(pack)
+    assert started == []
+
+
+def test_one_sidecar_serves_all_nodes_and_a_dead_one_is_replaced(pack, sidecar):
+    started = sidecar(sampled(pack))
+    sample(pack)
+    sample(pack)
+    assert len(started) == 1
+    started[0].alive = False
+    sample(pack)
+    assert len(started) == 2
+    assert started[0].closed
+
+
+def test_failures_read_well_in_comfyui(pack, sidecar):
+    error = pack.runtime_errors.SidecarError("rank 1 failed", rank=1, stage="sampling", remote_traceback="Traceback: x")
+    sidecar(error)
+    with pytest.raises(pack.session.SidecarFailure, match=r"(?s)^rank 1 failed.*Traceback: x") as caught:
+        sample(pack)
+    assert f"{type(caught.value).__module__}.{type(caught.value).__qualname__}" == "outrigger.SidecarFailure"
+
+
+def test_out_of_memory_takes_comfyuis_own_path(pack, sidecar):
+    sidecar(pack.runtime_errors.SidecarError("rank 0: out of memory", rank=0, out_of_memory=True))
+    with pytest.raises(torch.OutOfMemoryError, match="rank 0"):
+        sample(pack)
+
+
+def test_without_a_negative_the_empty_prompt_is_encoded_where_guidance_needs_one(pack, sidecar):
+    def answer(request):
+        protocol = pack.runtime_protocol
+        if isinstance(request, protocol.EncodeText):
+            conditioning = protocol.Conditioning(embedding=torch.zeros(1, 2, 8))
+            return protocol.Encoded(job=request.job, conditioning=conditioning, seconds=0.1)
+        return sampled(pack)(request)
+
+    started = sidecar(answer)
+    sample(pack, negative=None, cfg=5.0)
+    sample(pack, negative=None, cfg=1.0)
+    kinds = [(request.kind, len(getattr(request, "negative", ()))) for request in started[0].requests]
+    assert kinds == [("encode_text", 0), ("sample", 1), ("sample", 0)]
+    assert started[0].requests[0].text == ""
+
+
+# The pack as a whole
+
+
+def test_internals_of_comfyui_are_touched_in_one_file():
+    internal = re.compile(
+        r"^(comfy(\.|$)|folder_paths|server|execution|nodes|comfy_execution|comfyui_version|latent_preview)"
+    )
+    for path in NODES.glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+        names += [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and not n.level]
+        touched = [name for name in names if internal.match(name)]
+        assert path.name == "host.py" or touched == [], f"{path.name} imports {touched}"
+
+
+def test_node_ids_are_literals_that_a_static_scan_finds():
+    found = []
+    for path in NODES.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name == "define_schema":
+                calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and ast.unparse(n.func) == "io.Schema"]
+                found += [k.value.value for call in calls for k in call.keywords if k.arg == "node_id"]
+    assert sorted(found) == sorted(NODE_IDS)
+
+
+@pytest.mark.parametrize("node_id", NODE_IDS)
+def test_every_node_has_a_help_page_that_names_its_inputs(node_id):
+    page = (NODES / "web" / "docs" / f"{node_id}.md").read_text(encoding="utf-8")
+    for part in ("**Output**", "## Errors, and the way out", "## Example"):
+        assert part in page
+
+
+@pytest.mark.parametrize("missing", ["zmq", "msgpack", "pydantic"])
+def test_without_a_package_the_nodes_are_there_and_say_what_to_install(missing):
+    script = textwrap.dedent(
+        """
+        import sys
+        sys.modules[sys.argv[1]] = None
+        from tests.fake_comfyui import loaded_pack
+        with loaded_pack() as pack:
+            print(len(pack.root.comfy_entrypoint.__globals__["NODES"]))
+            try:
+                pack.model.OutriggerLoadModel.execute(model="tiny-shapes")
+                pack.sampler.OutriggerSampler.execute(model=None, positive=None, latent_image=None)
+            except Exception as error:
+                print(type(error).__name__, error)
+        """
+    )
+    run = subprocess.run([sys.executable, "-c", script, missing], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.stdout.startswith("5\nMissingPackages run "), run.stdout + run.stderr
+    assert "-m pip install -r" in run.stdout
+    assert missing in run.stdout
+
+
+def test_importing_the_pack_loads_no_model_library():
+    script = (
+        "import sys, torch; from tests.fake_comfyui import loaded_pack\n"
+        "with loaded_pack() as pack: print([m for m in ('diffusers', 'transformers', 'safetensors') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.stdout.strip() == "[]", run.stdout + run.stderr
