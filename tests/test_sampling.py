@@ -95,6 +95,11 @@ def test_cancel_ends_the_sampling_at_its_step(sampler_name):
     assert len(calls) == 3
 
 
+def test_uni_pc_refuses_more_steps_than_the_schedule_has():
+    with pytest.raises(ValueError, match="uni_pc cannot take 1500 steps.*use fewer"):
+        run("uni_pc", denoise=lambda x, sigma: x, steps=1500)
+
+
 def test_sigmas_given_are_left_as_they_are():
     sigmas = sampling.make_sigmas("simple", 4, table=TABLE, sampler_name="uni_pc")
     before = sigmas.clone()

@@ -107,9 +107,11 @@ def uni_pc(
     """UniPC with B(h) = h, order 3 (Zhao et al. 2023, arXiv:2302.04867), predicting data; see `unipc`.
 
     The order falls to 1 towards the end. With a single step it is 0: as in ComfyUI, what comes back is the starting
-    noise, rescaled.
+    noise, rescaled. Raises `ValueError` for sigmas that repeat, between which it has no slope.
     """
     total = len(sigmas) - 1
+    if (sigmas[1:] == sigmas[:-1]).any():
+        raise ValueError(f"uni_pc cannot take {total} steps on this schedule, which repeats a sigma: use fewer steps")
     levels = [Level.of(sigma) for sigma in sigmas]
     y = x / torch.sqrt(1.0 + sigmas[0] ** 2)
     predictions = [predict_data(denoise, y, levels[0])]
