@@ -113,6 +113,8 @@ class EncodeText(Message):
     def __repr__(self) -> str:
         return f"<EncodeText {self.job}>"  # never the prompt: this text may reach a log
 
+    __str__ = __repr__
+
 
 class Sample(Message):
     """Denoise a latent. Answered by `Sampled`.
