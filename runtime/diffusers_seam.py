@@ -3,7 +3,7 @@
 Every attention of a diffusers model ends in `dispatch_attention_fn(..., backend=processor._attention_backend,
 parallel_config=processor._parallel_config)`. A processor that is given a backend of ours and, as parallel configuration,
 an `AttentionExchange` hands us query, key and value; the others stay as they are. A processor that sets
-`parallel_config` to None for cross attention thereby asks for plain local attention. `tests/test_seam.py` guards this.
+`parallel_config` to None for cross attention thereby asks for plain local attention. `tests/test_sequence.py` guards this.
 """
 
 from __future__ import annotations

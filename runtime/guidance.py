@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from .parallel.collectives import all_gather
 from .protocol import Conditioning
 
 Predict = Callable[[torch.Tensor, torch.Tensor, Conditioning], torch.Tensor]
@@ -45,7 +46,7 @@ class Denoiser:
         """The guided prediction at `sigma`."""
         predicted = self._branches(x, sigma)
         if self._group is not None:
-            predicted = _gather(predicted[0], self._group)
+            predicted = list(all_gather(predicted[0], self._group))
         if len(predicted) == 1:
             return predicted[0]
         positive, negative = predicted
@@ -88,9 +89,3 @@ def _shape(conditioning: Conditioning) -> tuple:
 def _mean(predictions: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(predictions).mean(0) if len(predictions) > 1 else predictions[0]
 
-
-def _gather(own: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    own = own.contiguous()
-    gathered = own.new_empty(dist.get_world_size(group), *own.shape)
-    dist.all_gather_into_tensor(gathered.flatten(0, 1), own, group=group)
-    return list(gathered.unbind(0))

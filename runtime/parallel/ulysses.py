@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from .collectives import all_gather
+
 
 def tokens_to_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lengths: Sequence[int], group: dist.ProcessGroup
@@ -46,10 +48,8 @@ def gather_tokens(tensor: torch.Tensor, *, lengths: Sequence[int], group: dist.P
     """The local parts of every rank, joined along `dim`. Shorter ones travel with empty rows, which are dropped."""
     longest = max(lengths)
     part = tensor.movedim(dim, 0)
-    part = F.pad(part, (0, 0) * (part.ndim - 1) + (0, longest - part.shape[0])).contiguous()
-    gathered = part.new_empty(len(lengths) * longest, *part.shape[1:])
-    dist.all_gather_into_tensor(gathered, part, group=group)
-    if longest != min(lengths):
-        parts = gathered.unflatten(0, (len(lengths), longest))
-        gathered = torch.cat([parts[rank, :length] for rank, length in enumerate(lengths)])
-    return gathered.movedim(0, dim)
+    part = F.pad(part, (0, 0) * (part.ndim - 1) + (0, longest - part.shape[0]))
+    parts = all_gather(part, group)
+    if longest == min(lengths):
+        return parts.flatten(0, 1).movedim(0, dim)
+    return torch.cat([parts[rank, :length] for rank, length in enumerate(lengths)]).movedim(0, dim)

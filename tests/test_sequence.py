@@ -1,0 +1,207 @@
+"""The exchanges are exact for any lengths, and diffusers still has the seam they hang on."""
+
+from __future__ import annotations
+
+import diffusers
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers.models import attention_dispatch
+from torch import nn
+
+from runtime.diffusers_seam import route_attention
+from runtime.families import FAMILIES
+from runtime.guidance import Denoiser
+from runtime.mesh import Mesh
+from runtime.parallel.ulysses import gather_tokens, heads_to_tokens, tokens_to_heads
+from runtime.prediction import pad_to_patch
+from runtime.protocol import Conditioning
+from runtime.sequence import even_lengths, split_tokens
+from tests.ranks import run_as_threads
+
+
+@pytest.mark.parametrize("lengths", [(4, 4), (5, 4), (1, 0), (3, 3, 2, 2), (1, 1, 1, 0)])
+def test_exchanges_move_every_token_and_head_to_its_place(lengths):
+    total, degree = sum(lengths), len(lengths)
+    full = torch.randn(3, 2, total, 8, 16)
+
+    def run(mesh: Mesh) -> None:
+        group, rank = mesh.group("ulysses"), mesh.rank
+        start = sum(lengths[:rank])
+        local = full[:, :, start : start + lengths[rank]]
+        heads = tokens_to_heads(*local, lengths=lengths, group=group)
+        for exchanged, expected in zip(heads, full.chunk(degree, dim=3)[rank]):
+            assert torch.equal(exchanged, expected)
+        for exchanged, expected in zip(heads, local):
+            assert torch.equal(heads_to_tokens(exchanged, lengths=lengths, group=group), expected)
+        assert torch.equal(gather_tokens(local, lengths=lengths, group=group, dim=2), full)
+
+    run_as_threads({"ulysses": degree}, run)
+
+
+def test_lengths_differ_by_at_most_one():
+    for total in range(40):
+        for degree in range(1, 9):
+            lengths = even_lengths(total, degree)
+            assert len(lengths) == degree and sum(lengths) == total
+            assert max(lengths) - min(lengths) <= 1
+
+
+def test_a_mesh_puts_neighbouring_ranks_on_the_innermost_axis():
+    degrees = {"data": 1, "cfg": 2, "ring": 1, "ulysses": 2, "tensor": 1}
+
+    def run(mesh: Mesh) -> tuple:
+        members = {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in ("cfg", "ulysses")}
+        return members, mesh.index("cfg"), mesh.index("ulysses"), mesh.group("ring"), mesh.agree(10 + mesh.rank)
+
+    assert run_as_threads(degrees, run) == [
+        ({"cfg": [0, 2], "ulysses": [0, 1]}, 0, 0, None, 10),
+        ({"cfg": [1, 3], "ulysses": [0, 1]}, 0, 1, None, 10),
+        ({"cfg": [0, 2], "ulysses": [2, 3]}, 1, 0, None, 10),
+        ({"cfg": [1, 3], "ulysses": [2, 3]}, 1, 1, None, 10),
+    ]
+
+
+# The seam of diffusers ----------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """An exchange that changes nothing and counts."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def before(self, query, key, value):
+        self.shapes.append(tuple(query.shape))
+        return query, key, value
+
+    def after(self, output):
+        return output
+
+
+def tiny(family) -> nn.Module:
+    return getattr(diffusers, family.transformer_class)(**family.tiny).eval()
+
+
+def inputs_of(family) -> dict[str, torch.Tensor]:
+    return {
+        "hidden_states": torch.randn(1, family.latent.channels, 1, 4, 6),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(1, 5, family.tiny["text_dim"]),
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+@torch.inference_mode()
+def test_self_attention_and_nothing_else_comes_to_us(family):
+    model, inputs, recorder = tiny(family), inputs_of(family), Recorder()
+    reference = model(**inputs, return_dict=False)[0]
+    attentions = [name for name, module in model.named_modules() if hasattr(module, "processor")]
+    self_attentions = [name for name in attentions if name.endswith("attn1")]
+    for name in self_attentions:
+        route_attention(model.get_submodule(name), recorder)
+    assert torch.equal(model(**inputs, return_dict=False)[0], reference)
+    tokens = 2 * 3
+    assert recorder.shapes == [(1, tokens, family.tiny[family.heads], family.tiny[family.head_dim])] * len(self_attentions)
+    assert len(attentions) > len(self_attentions) == family.tiny[family.layers]
+
+
+def test_the_dispatcher_still_takes_what_we_hand_it():
+    registry = attention_dispatch._AttentionBackendRegistry
+    assert isinstance(registry._backends, dict)
+    for family in FAMILIES.values():
+        processors = [module.processor for module in tiny(family).modules() if hasattr(module, "processor")]
+        assert processors
+        for processor in processors:
+            assert processor._attention_backend is None and processor._parallel_config is None
+
+
+def test_other_models_of_the_process_keep_their_attention():
+    family = FAMILIES["wan"]
+    route_attention(tiny(family).get_submodule("blocks.0.attn1"), Recorder())
+    assert attention_dispatch._AttentionBackendRegistry.get_active_backend()[0].value == "native"
+    assert tiny(family).get_submodule("blocks.0.attn1").processor._parallel_config is None
+
+
+def test_a_module_without_the_seam_is_an_error():
+    with pytest.raises(RuntimeError, match="cannot be run over several ranks"):
+        route_attention(nn.Linear(2, 2), Recorder())
+
+
+def test_a_pattern_that_fits_no_attention_is_an_error():
+    family = FAMILIES["wan"]
+
+    def run(mesh: Mesh) -> None:
+        with pytest.raises(RuntimeError, match="no module"):
+            split_tokens(tiny(family), family.split, self_attention="nothing", group=mesh.group("ulysses"))
+
+    run_as_threads({"ulysses": 2}, run)
+
+
+# Guidance and prediction --------------------------------------------------------------------------------------------
+
+
+def entry(value: float, length: int = 2) -> Conditioning:
+    return Conditioning(embedding=torch.full((1, length, 3), value))
+
+
+def predict(x: torch.Tensor, sigma: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+    """A stand-in for a model: each item moves by the mean of its own prompt."""
+    assert len(conditioning.embedding) == len(x)
+    return x * sigma + conditioning.embedding.mean((1, 2)).view(-1, 1)
+
+
+X, SIGMA = torch.arange(6.0).view(3, 2), torch.tensor(0.5)
+
+
+@pytest.mark.parametrize("negative_length", [2, 5])
+def test_guidance_moves_away_from_the_negative_branch(negative_length):
+    denoise = Denoiser(predict, [entry(1.0)], [entry(3.0, negative_length)], cfg=4.0, batch=3)
+    assert torch.allclose(denoise(X, SIGMA), X * 0.5 + 3.0 + (1.0 - 3.0) * 4.0)
+
+
+@pytest.mark.parametrize(("negative", "cfg"), [([entry(3.0)], 1.0), ([], 4.0)])
+def test_without_guidance_only_the_positive_branch_is_evaluated(negative, cfg):
+    calls = []
+
+    def counted(*args) -> torch.Tensor:
+        calls.append(len(args[0]))
+        return predict(*args)
+
+    denoise = Denoiser(counted, [entry(1.0)], negative, cfg=cfg, batch=3)
+    assert torch.equal(denoise(X, SIGMA), X * 0.5 + 1.0)
+    assert calls == [3]
+
+
+def test_several_prompts_of_a_branch_are_averaged():
+    denoise = Denoiser(predict, [entry(1.0), entry(2.0, 4)], [entry(0.0)], cfg=2.0, batch=3)
+    assert torch.allclose(denoise(X, SIGMA), X * 0.5 + 2 * 1.5)
+
+
+def test_prompts_are_dealt_to_the_batch_in_turn():
+    pair = Conditioning(embedding=torch.tensor([1.0, 2.0]).view(2, 1, 1).expand(2, 2, 3))
+    denoise = Denoiser(predict, [pair], [], cfg=1.0, batch=3)
+    assert torch.allclose(denoise(X, SIGMA), X * 0.5 + torch.tensor([1.0, 2.0, 1.0]).view(3, 1))
+
+
+def test_each_group_of_the_cfg_axis_evaluates_one_branch():
+    def run(mesh: Mesh) -> tuple[torch.Tensor, int]:
+        calls = []
+
+        def counted(x, sigma, conditioning) -> torch.Tensor:
+            calls.append(len(x))
+            return predict(x, sigma, conditioning)
+
+        denoise = Denoiser(counted, [entry(1.0)], [entry(3.0, 7)], cfg=4.0, batch=3, group=mesh.group("cfg"))
+        return denoise(X, SIGMA), calls
+
+    for result, calls in run_as_threads({"cfg": 2}, run):
+        assert torch.allclose(result, X * 0.5 - 5.0) and calls == [3]
+
+
+def test_odd_sides_are_filled_from_the_other_end():
+    latent = torch.arange(15.0).view(1, 1, 1, 3, 5)
+    padded = pad_to_patch(latent, (1, 2, 2))
+    assert padded.shape == (1, 1, 1, 4, 6)
+    assert torch.equal(padded[..., 3, :], padded[..., 0, :]) and torch.equal(padded[..., 5], padded[..., 0])
+    assert pad_to_patch(padded, (1, 2, 2)) is padded
