@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from .checkpoint import STAGE as LOADING
 from .checkpoint import load_transformer
 from .encoders.text import TextEncoder
 from .encoders.vae import VideoDecoder
@@ -18,13 +19,23 @@ from .prediction import Predictor
 from .previews import preview_image
 from .progress import ReportProgress
 from .protocol import Conditioning, Sample
-from .sampling import FlowTable, draw_noise, fit_empty_latent, from_model_space, make_sigmas, run_sampler, to_model_space
+from .sampling import (
+    FlowTable,
+    ReportStep,
+    draw_noise,
+    fit_empty_latent,
+    from_model_space,
+    make_sigmas,
+    run_sampler,
+    to_model_space,
+)
 from .sequence import split_tokens
 from .settings import FROM_MODEL, ModelSettings
 
-STAGE = "sampling"
+SAMPLING = "sampling"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+"""By kind of device. Text encoders always run in these: T5 overflows in fp16."""
 
 
 class Pipeline:
@@ -53,7 +64,7 @@ class Pipeline:
         if self._mesh.rank != 0:
             return None
         if self._text_encoder is None:
-            progress("loading text encoder", 0, 1, together=False)
+            progress(LOADING, 0, 1, together=False)
             self._text_encoder = self._load_text_encoder()
         return self._text_encoder.encode(text, progress=progress)
 
@@ -90,7 +101,7 @@ class Pipeline:
         if self._mesh.rank != 0:
             return None
         if self._decoder is None:
-            progress("loading VAE", 0, 1, together=False)
+            progress(LOADING, 0, 1, together=False)
             self._decoder = self._load_decoder()
         return self._decoder.decode(latent, progress=progress)
 
@@ -114,12 +125,12 @@ class Pipeline:
             )
         return Conditioning(embedding=conditioning.embedding.to(self._mesh.device, self._dtype))
 
-    def _step_reporter(self, request: Sample, progress: ReportProgress):
+    def _step_reporter(self, request: Sample, progress: ReportProgress) -> ReportStep:
         wanted = request.preview and self._mesh.rank == 0
 
         def report(step: int, total: int, denoised: torch.Tensor) -> None:
             preview = preview_image(denoised, self._family.latent) if wanted else None
-            progress(STAGE, step, total, preview=preview)
+            progress(SAMPLING, step, total, preview=preview)
 
         return report
 
@@ -133,8 +144,9 @@ class Pipeline:
                 f"{self._facts.name} comes without a text encoder: use a CLIP Loader (type wan) and CLIP Text Encode, or "
                 f"choose the text_encoder folder of a diffusers model in Load Model"
             )
+        device = self._mesh.device
         return TextEncoder.load(
-            folder, tokenizer, length=self._family.text_length, dtype=self._dtype, device=self._mesh.device
+            folder, tokenizer, length=self._family.text_length, dtype=AUTO_DTYPE[device.type], device=device
         )
 
     def _load_decoder(self) -> VideoDecoder:

@@ -1,0 +1,290 @@
+"""The engine on one rank: loading, text, sampling and decoding, and what is refused on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runtime.errors import Cancelled, Refused
+from runtime.mesh import Mesh
+from runtime.pipeline import Pipeline
+from runtime.progress import ignore_progress
+from runtime.protocol import Conditioning, Sample
+from runtime.settings import ModelSettings, SampleSettings
+from runtime.tiny_shapes.autoencoder import build_autoencoder
+from runtime.tiny_shapes.export import to_comfy_transformer, to_comfy_vae
+from runtime.tiny_shapes.text import build_text_encoder, build_tokenizer
+
+CONFIG = {
+    "num_attention_heads": 2, "attention_head_dim": 128, "ffn_dim": 64, "num_layers": 2, "text_dim": 4096,
+    "freq_dim": 256, "in_channels": 16, "out_channels": 16,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def transformer() -> diffusers.WanTransformer3DModel:
+    torch.manual_seed(0)
+    return diffusers.WanTransformer3DModel(**CONFIG).eval()
+
+
+@pytest.fixture(scope="module")
+def autoencoder() -> diffusers.AutoencoderKLWan:
+    torch.manual_seed(0)
+    return build_autoencoder().eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, transformer, autoencoder) -> Path:
+    """A whole model as a diffusers folder, with random weights."""
+    path = tmp_path_factory.mktemp("model")
+    transformer.save_pretrained(path / "transformer", max_shard_size="5MB")
+    autoencoder.save_pretrained(path / "vae")
+    build_text_encoder().save_pretrained(path / "text_encoder")
+    build_tokenizer().save_pretrained(path / "tokenizer")
+    (path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
+    return path
+
+
+@pytest.fixture(scope="module")
+def pipeline(folder) -> Pipeline:
+    return load(folder)
+
+
+@pytest.fixture
+def file(tmp_path, transformer) -> Callable[..., Path]:
+    """Write the transformer as ComfyUI has it, with some tensors changed or (None) left out."""
+
+    def write(**changes: torch.Tensor | None) -> Path:
+        tensors = {**to_comfy_transformer(transformer.state_dict()), **changes}
+        path = tmp_path / "model.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}, path)
+        return path
+
+    return write
+
+
+def load(model: Path | str, *, progress=ignore_progress, **settings) -> Pipeline:
+    return Pipeline.load(ModelSettings(model=str(model), **settings), mesh=Mesh.single(), progress=progress)
+
+
+def model_of(pipeline: Pipeline) -> torch.nn.Module:
+    return pipeline._predict._model
+
+
+class Recorder:
+    """A progress that keeps its calls, and cancels at one of them."""
+
+    def __init__(self, cancel_at: int = 0) -> None:
+        self.calls, self.previews, self.together, self._cancel_at = [], [], set(), cancel_at
+
+    def __call__(self, stage, step, total, *, preview=None, together=True) -> None:
+        self.calls.append((stage, step, total))
+        self.previews.append(preview)
+        self.together.add(together)
+        if len(self.calls) == self._cancel_at:
+            raise Cancelled
+
+
+# Loading ------------------------------------------------------------------------------------------------------------
+
+
+def test_folder_and_file_load_to_the_very_tensors_of_diffusers(folder, file, transformer):
+    expected = {**transformer.state_dict(), **dict(transformer.named_buffers())}
+    assert "rope.freqs_cos" in expected
+    for path in (folder, folder / "transformer", file()):
+        model = model_of(load(path))
+        assert type(model) is diffusers.WanTransformer3DModel
+        loaded = {**model.state_dict(), **dict(model.named_buffers())}
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_lower_precision_keeps_what_the_class_keeps_in_float32(file):
+    model = model_of(load(file(), dtype="bf16"))
+    kept = model._keep_in_fp32_modules
+    for name, parameter in model.named_parameters():
+        expected = torch.float32 if any(part in name.split(".") for part in kept) else torch.bfloat16
+        assert parameter.dtype == expected, name
+    assert model.rope.freqs_cos.dtype != torch.bfloat16
+
+
+def test_loading_reports_the_same_steps_each_time_and_can_be_cancelled(file):
+    path, recorder = file(), Recorder()
+    load(path, progress=recorder)
+    total = len(model_of(load(path)).state_dict())
+    assert recorder.calls[-1] == ("loading", total, total) and recorder.together == {True}
+    assert len(recorder.calls) > 5
+    with pytest.raises(Cancelled):
+        load(path, progress=Recorder(cancel_at=3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"blocks.1.ffn.2.bias": None}, "lacks 1 tensor of .*blocks.1.ffn.net.2.bias"),
+        ({f"blocks.1.self_attn.{x}.weight": None for x in "qkvo"} | {"blocks.1.norm3.bias": None, "blocks.1.modulation": None},
+         r"lacks 6 tensors of .* \.\.\."),
+        ({"blocks.1.extra.weight": torch.zeros(2)}, "has unknown 1 tensor of .*blocks.1.extra.weight"),
+        ({"blocks.1.ffn.2.bias": torch.zeros(3)}, r"blocks.1.ffn.2.bias has shape \(3,\).* needs \(256,\)"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_named(file, changes, words):
+    with pytest.raises(Refused, match=words):
+        load(file(**changes))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"text_encoder_2": "/x"}, "Wan has one text encoder"),
+        ({"text_encoder": "/x/umt5.safetensors"}, "CLIP Loader"),
+        ({"vae": "/x/vae.safetensors"}, "no such VAE"),
+    ],
+)
+def test_parts_that_cannot_be_used_are_refused_before_a_weight_is_read(settings, words):
+    recorder = Recorder()
+    with pytest.raises(Refused, match=words):
+        load("random:wan", progress=recorder, **settings)
+    assert not recorder.calls
+
+
+# Text ---------------------------------------------------------------------------------------------------------------
+
+
+def test_text_is_zero_where_the_prompt_has_ended(pipeline):
+    tokens = build_tokenizer()("a red circle on a blue background", return_tensors="pt")
+    expected = build_text_encoder()(**tokens).last_hidden_state
+    recorder = Recorder()
+    embedding = pipeline.encode_text("a red circle on a blue background", progress=recorder).embedding
+    length = tokens.input_ids.shape[1]
+    assert embedding.shape == (1, 32, 4096) and embedding.dtype == torch.float32
+    assert torch.allclose(embedding[:, :length], expected, atol=1e-5)
+    assert not embedding[:, length:].any()
+    assert {call[0] for call in recorder.calls} <= {"loading", "encoding text"} and recorder.together == {False}
+
+
+def test_a_long_prompt_is_not_cut(pipeline):
+    embedding = pipeline.encode_text("red " * 50, progress=ignore_progress).embedding
+    assert embedding.shape == (1, 51, 4096) and embedding[0, -1].any()
+
+
+# Sampling -----------------------------------------------------------------------------------------------------------
+
+
+def request(*, latent=(1, 16, 1, 4, 4), steps=3, cfg=5.0, preview=False, width=4096, **settings) -> Sample:
+    latent = torch.zeros(latent) if isinstance(latent, tuple) else latent
+    generator = torch.Generator().manual_seed(0)
+    prompts = [Conditioning(embedding=torch.randn(1, 4, width, generator=generator)) for _ in range(2)]
+    return Sample(
+        job="test",
+        model=ModelSettings(model="random:wan"),
+        settings=SampleSettings(seed=1, steps=steps, cfg=cfg, **settings),
+        positive=(prompts[0],),
+        negative=(prompts[1],),
+        latent=latent,
+        preview=preview,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "returned"),
+    [
+        ((1, 16, 1, 4, 4), (1, 16, 1, 4, 4)),
+        ((2, 16, 3, 5, 7), (2, 16, 3, 5, 7)),
+        ((1, 16, 4, 6), (1, 16, 1, 4, 6)),
+        ((2, 4, 4, 4), (2, 16, 1, 4, 4)),
+    ],
+)
+def test_a_latent_comes_back_with_five_dims_as_from_ksampler(pipeline, given, returned):
+    result = pipeline.sample(request(latent=given), progress=ignore_progress)
+    assert tuple(result.shape) == returned and result.dtype == torch.float32 and result.isfinite().all()
+
+
+def test_nothing_to_denoise_gives_the_latent_back(pipeline):
+    latent = torch.randn(1, 16, 1, 4, 4)
+    assert torch.equal(pipeline.sample(request(latent=latent, denoise=0.0), progress=ignore_progress), latent)
+
+
+def test_each_step_is_reported_once_with_its_picture(pipeline):
+    recorder = Recorder()
+    pipeline.sample(request(steps=4, preview=True, latent=(1, 16, 2, 4, 6)), progress=recorder)
+    assert recorder.calls == [("sampling", step, 4) for step in range(1, 5)] and recorder.together == {True}
+    assert all(preview.shape == (4, 6, 3) and preview.dtype == torch.uint8 for preview in recorder.previews)
+    recorder = Recorder()
+    pipeline.sample(request(), progress=recorder)
+    assert recorder.previews == [None] * 3
+
+
+def test_cancel_ends_at_the_step_and_leaves_the_model_as_it_was(pipeline):
+    expected = pipeline.sample(request(), progress=ignore_progress)
+    recorder = Recorder(cancel_at=2)
+    with pytest.raises(Cancelled):
+        pipeline.sample(request(steps=9), progress=recorder)
+    assert len(recorder.calls) == 2
+    assert torch.equal(pipeline.sample(request(), progress=ignore_progress), expected)
+
+
+def test_inputs_of_another_model_are_refused(pipeline):
+    with pytest.raises(ValueError, match="4 channels"):
+        pipeline.sample(request(latent=torch.ones(1, 4, 1, 4, 4)), progress=ignore_progress)
+    with pytest.raises(Refused, match=r"\(1, 4, 768\).*4096"):
+        pipeline.sample(request(width=768), progress=ignore_progress)
+
+
+# Decoding -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 1, 4, 4), (2, 16, 1, 4, 6), (1, 16, 3, 4, 4)])
+@torch.inference_mode()
+def test_pictures_are_those_of_diffusers(pipeline, autoencoder, shape):
+    latent = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    expected = (autoencoder.decode(latent).sample.permute(0, 2, 3, 4, 1).flatten(0, 1) + 1) / 2
+    pictures = pipeline.decode(latent, progress=ignore_progress)
+    assert torch.allclose(pictures, expected.clamp(0, 1), atol=1e-5)
+    if shape[2] == 1:
+        assert torch.equal(pipeline.decode(latent[:, :, 0], progress=ignore_progress), pictures)
+
+
+def test_decoding_reports_each_block_and_can_be_cancelled(pipeline):
+    latent, recorder = torch.randn(2, 16, 2, 4, 4), Recorder()
+    expected = pipeline.decode(latent, progress=recorder)
+    decoding = [call for call in recorder.calls if call[0] == "decoding"]
+    assert decoding == [("decoding", step, 16) for step in range(1, 17)] and recorder.together == {False}
+    with pytest.raises(Cancelled):
+        pipeline.decode(latent, progress=Recorder(cancel_at=5))
+    assert torch.equal(pipeline.decode(latent, progress=ignore_progress), expected)
+
+
+def test_a_latent_with_other_channels_is_refused(pipeline):
+    with pytest.raises(Refused, match="decodes 16 channels"):
+        pipeline.decode(torch.zeros(1, 4, 4, 4), progress=ignore_progress)
+
+
+def test_parts_may_come_from_elsewhere(file, folder, autoencoder, tmp_path, pipeline):
+    narrow = diffusers.AutoencoderKLWan(base_dim=8, z_dim=16).eval()
+    narrow.load_state_dict(autoencoder.state_dict())
+    vae = tmp_path / "vae.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in to_comfy_vae(narrow.state_dict()).items()}, vae)
+    mixed = load(file(), text_encoder=str(folder / "text_encoder"), vae=str(vae))
+    latent = torch.randn(1, 16, 1, 4, 4)
+    assert torch.equal(
+        mixed.decode(latent, progress=ignore_progress), pipeline.decode(latent, progress=ignore_progress)
+    )
+    assert mixed.encode_text("a red circle", progress=ignore_progress).embedding.any()
+
+
+def test_a_transformer_alone_says_which_stock_nodes_to_use(file, tmp_path):
+    alone = load(file())
+    with pytest.raises(Refused, match="CLIP Text Encode"):
+        alone.encode_text("a red circle", progress=ignore_progress)
+    with pytest.raises(Refused, match="VAE Decode"):
+        alone.decode(torch.zeros(1, 16, 1, 4, 4), progress=ignore_progress)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(Refused, match="no Wan VAE"):
+        load(file(), vae=str(tmp_path / "empty")).decode(torch.zeros(1, 16, 1, 4, 4), progress=ignore_progress)
