@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from .families.spec import LatentFormat
 
@@ -13,5 +12,6 @@ def preview_image(denoised: torch.Tensor, latent: LatentFormat) -> torch.Tensor:
     first = denoised[0, :, 0] if denoised.ndim == 5 else denoised[0]
     factors = torch.tensor(latent.rgb, dtype=first.dtype, device=first.device)
     bias = torch.tensor(latent.rgb_bias, dtype=first.dtype, device=first.device)
-    picture = F.linear(first.movedim(0, -1), factors.T, bias)
-    return ((picture + 1.0) / 2.0).clamp(0, 1).mul(255).to("cpu", torch.uint8)
+    picture = torch.addmm(bias.unsqueeze(1), factors.T, first.flatten(1))
+    picture = picture.add_(1.0).mul_(127.5).clamp_(0, 255).to("cpu", torch.uint8)
+    return picture.unflatten(1, first.shape[1:]).movedim(0, -1).contiguous()

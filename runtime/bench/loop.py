@@ -19,7 +19,7 @@ FORWARD_SECONDS = 0.5
 """The forward pass that the cost is held against."""
 LATENT = (1, 16, 1, 128, 128)
 """A picture of 1024 x 1024."""
-STEPS, ROUNDS = 20, 5
+STEPS, ROUNDS = 20, 9
 CFG = 5.0
 
 
