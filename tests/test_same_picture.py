@@ -23,6 +23,9 @@ from tests.stock import ask_comfyui, relative_error
 pytestmark = pytest.mark.comfy
 
 LIMIT = 1e-5
+STEPS = 10
+"""With 4 steps, dpmpp_2m on normal sigmas at cfg 5 comes to 1.2e-5, since it makes the rounding of float32 some 50 times
+larger: stock ComfyUI's own latent is then 5e-6 to 9e-6 from the same run in float64, and so is ours."""
 CONFIG = {
     "num_attention_heads": 2, "attention_head_dim": 128, "ffn_dim": 256, "num_layers": 2, "text_dim": 4096,
     "freq_dim": 256, "in_channels": 16, "out_channels": 16,
@@ -30,7 +33,7 @@ CONFIG = {
 """Wan's smallest that stock ComfyUI recognises: it takes a head for 128 wide."""
 SIDES = ("positive", "negative")
 SHAPES = {"even": (6, 8), "odd": (5, 7)}
-PLAIN = {"model": "random", "cfg": 5.0, "batch_index": None, "denoise": 1.0, "seed": 123, "steps": 6}
+PLAIN = {"model": "random", "cfg": 5.0, "batch_index": None, "denoise": 1.0, "seed": 123, "steps": STEPS}
 GRID = [
     PLAIN | {"sampler_name": name, "scheduler": scheduler, "latent": f"empty-{batch}-{frames}-{size}", "cfg": cfg}
     for name, scheduler, batch, frames, size, cfg in product(
@@ -52,10 +55,8 @@ SPECIAL = [
         {"latent": "empty-1-1-odd", "cfg": 0.0},
     )
 ]
-
-
 TRAINED = [
-    PLAIN | {"model": "tiny-shapes", "sampler_name": name, "scheduler": scheduler, "latent": latent, "steps": 8}
+    PLAIN | {"model": "tiny-shapes", "sampler_name": name, "scheduler": scheduler, "latent": latent}
     for (name, scheduler), latent in zip(
         product(SAMPLER_NAMES, SCHEDULER_NAMES), 8 * ("empty-1-1-even", "empty-3-3-odd"), strict=True
     )
