@@ -88,4 +88,3 @@ def _shape(conditioning: Conditioning) -> tuple:
 
 def _mean(predictions: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(predictions).mean(0) if len(predictions) > 1 else predictions[0]
-

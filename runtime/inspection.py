@@ -181,7 +181,9 @@ def _pickled_too(pickled: list[str]) -> str:
 
 def _file(path: Path) -> ModelFacts:
     if path.suffix.lower() in PICKLED:
-        raise Refused(f"{path} is a pickle, which can run code and is never opened: use a .safetensors file of the model")
+        raise Refused(
+            f"{path} is a pickle, which can run code and is never opened: use a .safetensors file of the model"
+        )
     if path.suffix.lower() == ".gguf":
         raise Refused(f"{path}: GGUF files are not available yet, use a .safetensors file of the model")
     if path.suffix.lower() not in (".safetensors", ".sft"):
@@ -220,9 +222,7 @@ def _looks_like(family: FamilySpec, names: Mapping[str, str]) -> bool:
     return sum(name in names for name in family.signature) * 2 > len(family.signature)
 
 
-def _file_of(
-    family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], names: Mapping[str, str]
-) -> ModelFacts:
+def _file_of(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], names: Mapping[str, str]) -> ModelFacts:
     for variant in family.variants:
         if variant.tensor in names:
             raise Refused(
@@ -254,4 +254,6 @@ def _refuse_formats(path: Path, header: Mapping[str, TensorEntry]) -> None:
                 f"fp16 file of this model"
             )
         if entry.dtype not in ("F64", "F32", "F16", "BF16"):
-            raise Refused(f"{path} is quantised ({name} is {entry.dtype}), which is not available yet: use the bf16 file")
+            raise Refused(
+                f"{path} is quantised ({name} is {entry.dtype}), which is not available yet: use the bf16 file"
+            )

@@ -16,8 +16,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 class Mesh:
     """Where one rank stands: its place along each axis, and the ranks it shares that axis with.
 
-    Rank numbers run along the last axis first, so the axis that talks most is given last. `control` is a group of all
-    ranks for single numbers on the CPU, beside NCCL as well.
+    Rank numbers run along the last axis first, so the axis that talks most is given last. `control` is the group
+    of all ranks, for single numbers on the CPU; it has gloo beside NCCL.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Mesh:
         self.rank, self.device, self.control = rank, device, control
         self.world = math.prod(degrees.values())
         self._degrees, self._groups = dict(degrees), dict(groups or {})
-        self._place = dict(zip(degrees, _place(rank, tuple(degrees.values()))))
+        self._place = dict(zip(degrees, _place(rank, tuple(degrees.values())), strict=True))
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> Mesh:
@@ -49,11 +49,17 @@ class Mesh:
         if math.prod(degrees.values()) != dist.get_world_size():
             raise ValueError(f"{dict(degrees)} is not a mesh of {dist.get_world_size()} ranks")
         groups = {axis: _own_group(axis, degrees) for axis, degree in degrees.items() if degree > 1}
-        return cls(degrees, rank=rank, device=device, groups=groups, control=dist.new_group(backend=_control_backend()))
+        return cls(degrees, rank=rank, device=device, groups=groups, control=dist.group.WORLD)
 
     @classmethod
     def join(
-        cls, degrees: Mapping[str, int], *, rank: int, device: torch.device | str, init_method: str, timeout: float = 1800
+        cls,
+        degrees: Mapping[str, int],
+        *,
+        rank: int,
+        device: torch.device | str,
+        init_method: str,
+        timeout: float = 1800,
     ) -> Mesh:
         """Meet the other ranks at `init_method` (`tcp://127.0.0.1:PORT` or `file:///...`) and form the mesh."""
         device, world = torch.device(device), math.prod(degrees.values())
@@ -91,12 +97,6 @@ class Mesh:
         return int(number)
 
 
-def _control_backend() -> str:
-    """gloo, or whatever the process group is made of when it is not made of real processes (the tests' threads)."""
-    backend = dist.get_backend()
-    return "gloo" if "nccl" in backend or "gloo" in backend else backend
-
-
 def _place(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Coordinates of a rank, the last one running fastest."""
     coordinates = []
@@ -107,7 +107,12 @@ def _place(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _own_group(axis: str, degrees: Mapping[str, int]) -> dist.ProcessGroup:
-    """Form every group along an axis (all ranks must, in the same order) and give back this rank's."""
+    """Form every group along an axis (all ranks must, in the same order) and give back this rank's.
+
+    An axis of all ranks is the world itself: each group of gloo wakes a hundred times a second for as long as it lives.
+    """
+    if degrees[axis] == dist.get_world_size():
+        return dist.group.WORLD
     axes, sizes = list(degrees), tuple(degrees.values())
     ranks = {_place(rank, sizes): rank for rank in range(math.prod(sizes))}
     position, own = axes.index(axis), None

@@ -194,4 +194,5 @@ def _reason(
         why = f"{count} rank{'s'[: count > 1]} on {'the CPU' if devices[0] == 'cpu' else ', '.join(devices)}"
     if count == 1:
         return why
-    return f"{why}: ulysses {chosen.ulysses} (of {facts.heads} heads) x cfg {chosen.cfg}"
+    idle = "; at cfg 1 both halves of the cfg axis do the same work" if chosen.cfg > 1 else ""
+    return f"{why}: ulysses {chosen.ulysses} (of {facts.heads} heads) x cfg {chosen.cfg}{idle}"

@@ -31,6 +31,6 @@ class Predictor:
 def pad_to_patch(latent: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:
     """A latent whose last dims are multiples of the patch: made longer by what stands at the other end, as in ComfyUI."""
     padding = []
-    for size, step in zip(reversed(latent.shape[2:]), reversed(patch)):
+    for size, step in zip(reversed(latent.shape[2:]), reversed(patch), strict=True):
         padding += [0, -size % step]
     return F.pad(latent, padding, mode="circular") if any(padding) else latent

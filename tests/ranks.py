@@ -1,6 +1,6 @@
 """Run the engine on several ranks: as real processes over gloo, or as threads of this process.
 
-`python -m tests.ranks FOLDER RANK` is one process: it works through the cases in FOLDER/cases.json.
+`python -m tests.ranks FOLDER RANK KIND` is one process (KIND of device: cpu or cuda): it works through the cases in FOLDER/cases.json.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Case:
     steps: int = 3
     sampler: str = "euler"
     model: str = "random:wan"
+    dtype: str = "auto"
     degrees: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -63,7 +64,7 @@ def sample_request(case: Case) -> Sample:
     )
     return Sample(
         job="test",
-        model=ModelSettings(model=case.model),
+        model=ModelSettings(model=case.model, dtype=case.dtype),
         settings=SampleSettings(steps=case.steps, cfg=case.cfg, sampler_name=case.sampler, seed=7),
         positive=(positive,),
         negative=(negative,),
@@ -73,9 +74,10 @@ def sample_request(case: Case) -> Sample:
 
 def run_case(case: Case, mesh: Mesh, pipelines: dict[Any, Pipeline]) -> torch.Tensor:
     """The latent of a case on this rank. Pipelines are kept in `pipelines`, one for each model and mesh."""
-    key = (case.model, tuple(case.degrees.items()))
+    key = (case.model, case.dtype, tuple(case.degrees.items()))
     if key not in pipelines:
-        pipelines[key] = Pipeline.load(ModelSettings(model=case.model), mesh=mesh, progress=ignore_progress)
+        settings = ModelSettings(model=case.model, dtype=case.dtype)
+        pipelines[key] = Pipeline.load(settings, mesh=mesh, progress=ignore_progress)
     return pipelines[key].sample(sample_request(case), progress=ignore_progress)
 
 
@@ -85,15 +87,23 @@ def run_on_one(cases: Sequence[Case]) -> list[torch.Tensor]:
     return [run_case(Case(**{**asdict(case), "degrees": {}}), Mesh.single(), pipelines) for case in cases]
 
 
-def run_cases_as_processes(cases: Sequence[Case], folder: Path) -> list[list[torch.Tensor]]:
-    """The latents of the cases (all of the same number of ranks) by case and rank, from real processes over gloo."""
+def run_cases_as_processes(cases: Sequence[Case], folder: Path, *, kind: str = "cpu") -> list[list[torch.Tensor]]:
+    """The latents of the cases (all of the same number of ranks) by case and rank, from real processes.
+
+    Over gloo on the processor, over NCCL with a GPU for each rank when `kind` is "cuda".
+    """
     world = math.prod(cases[0].degrees.values())
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
     command = [sys.executable, "-m", "tests.ranks", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [*command, str(rank)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, str(rank), kind],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(world)
     ]
@@ -142,17 +152,18 @@ def run_as_threads(degrees: dict[str, int], function: Callable[[Mesh], Any]) -> 
     return results
 
 
-def main(folder: Path, rank: int) -> None:
+def main(folder: Path, rank: int, kind: str) -> None:
     """One process: the cases of the folder, in order; its latents go to `rank-N.safetensors`."""
     torch.set_num_threads(1)
     cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
+    device = f"cuda:{rank}" if kind == "cuda" else "cpu"
     meshes, pipelines, results = {}, {}, {}
     for number, case in enumerate(cases):
         key = tuple(case.degrees.items())
         if not meshes:
-            meshes[key] = Mesh.join(case.degrees, rank=rank, device="cpu", init_method=f"file://{folder / 'store'}")
+            meshes[key] = Mesh.join(case.degrees, rank=rank, device=device, init_method=f"file://{folder / 'store'}")
         elif key not in meshes:
-            meshes[key] = Mesh.of_world(case.degrees, device="cpu")
+            meshes[key] = Mesh.of_world(case.degrees, device=device)
         results[str(number)] = run_case(case, meshes[key], pipelines)
     save_file(results, folder / f"rank-{rank}.safetensors")
     dist.barrier()
@@ -160,4 +171,4 @@ def main(folder: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

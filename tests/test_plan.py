@@ -84,9 +84,7 @@ def test_a_plan_uses_all_its_devices_or_the_nearest_is_accepted(gpus, heads):
             refused += 1
             nearest = make_plan(refusal.nearest, facts, machine)
             assert nearest.world == len(nearest.devices)
-            assert all(
-                f"{axis} {degree}" in str(refusal) for axis, degree in nearest.degrees.items()
-            ), str(refusal)
+            assert all(f"{axis} {degree}" in str(refusal) for axis, degree in nearest.degrees.items()), str(refusal)
         else:
             accepted += 1
             assert plan.world == len(plan.devices)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import diffusers
 import pytest
 import torch
@@ -123,7 +125,7 @@ def plain_euler(case: Case) -> torch.Tensor:
         embedding = embedding.expand(x.shape[0], -1, TEXT_WIDTH)
         return model(x, (sigma * 1000).expand(x.shape[0]), embedding, return_dict=False)[0]
 
-    for sigma, following in zip(sigmas, sigmas[1:]):
+    for sigma, following in pairwise(sigmas):
         guided = velocity(request.positive[0].embedding, sigma)
         if case.cfg != 1.0:
             negative = velocity(request.negative[0].embedding, sigma)

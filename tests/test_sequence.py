@@ -31,9 +31,9 @@ def test_exchanges_move_every_token_and_head_to_its_place(lengths):
         start = sum(lengths[:rank])
         local = full[:, :, start : start + lengths[rank]]
         heads = tokens_to_heads(*local, lengths=lengths, group=group)
-        for exchanged, expected in zip(heads, full.chunk(degree, dim=3)[rank]):
+        for exchanged, expected in zip(heads, full.chunk(degree, dim=3)[rank], strict=True):
             assert torch.equal(exchanged, expected)
-        for exchanged, expected in zip(heads, local):
+        for exchanged, expected in zip(heads, local, strict=True):
             assert torch.equal(heads_to_tokens(exchanged, lengths=lengths, group=group), expected)
         assert torch.equal(gather_tokens(local, lengths=lengths, group=group, dim=2), full)
 
@@ -103,7 +103,9 @@ def test_self_attention_and_nothing_else_comes_to_us(family):
         route_attention(model.get_submodule(name), recorder)
     assert torch.equal(model(**inputs, return_dict=False)[0], reference)
     tokens = 2 * 3
-    assert recorder.shapes == [(1, tokens, family.tiny[family.heads], family.tiny[family.head_dim])] * len(self_attentions)
+    assert recorder.shapes == [(1, tokens, family.tiny[family.heads], family.tiny[family.head_dim])] * len(
+        self_attentions
+    )
     assert len(attentions) > len(self_attentions) == family.tiny[family.layers]
 
 

@@ -92,7 +92,9 @@ def _from_folder(path: Path) -> AutoencoderKLWan:
 def _from_file(path: Path) -> AutoencoderKLWan:
     names = {_renamed(name): name for name in read_header(path)}
     if "decoder.norm_out.gamma" not in names or "decoder.up_blocks.0.upsamplers.0.time_conv.weight" not in names:
-        raise Refused(f"{path} is no Wan 2.1 VAE (it lacks decoder.head.0.gamma): use a VAE Loader and VAE Decode instead")
+        raise Refused(
+            f"{path} is no Wan 2.1 VAE (it lacks decoder.head.0.gamma): use a VAE Loader and VAE Decode instead"
+        )
     stored = load_file(path)
     width, channels = stored["decoder.head.0.gamma"].shape[0], stored["conv2.weight"].shape[0]
     model = AutoencoderKLWan(base_dim=width, z_dim=channels)
