@@ -94,7 +94,7 @@ class Pipeline:
             cpu_noise_offset=request.cpu_noise_offset,
             progress=self._step_reporter(request, progress),
         )
-        return from_model_space(x, mean=form.mean, std=form.std).cpu().clone()
+        return from_model_space(x, mean=form.mean, std=form.std).cpu()
 
     def decode(self, latent: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor | None:
         """`(B * F, H, W, 3)` float32 in 0..1 on the CPU; None on every rank but the first. Raises `Refused` without a VAE."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import diffusers
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from runtime.errors import Cancelled, Refused
 from runtime.mesh import Mesh
@@ -279,12 +280,39 @@ def test_parts_may_come_from_elsewhere(file, folder, autoencoder, tmp_path, pipe
     assert mixed.encode_text("a red circle", progress=ignore_progress).embedding.any()
 
 
-def test_a_transformer_alone_says_which_stock_nodes_to_use(file, tmp_path):
+def test_a_transformer_alone_says_which_stock_nodes_to_use(file):
     alone = load(file())
     with pytest.raises(Refused, match="CLIP Text Encode"):
         alone.encode_text("a red circle", progress=ignore_progress)
     with pytest.raises(Refused, match="VAE Decode"):
         alone.decode(torch.zeros(1, 16, 1, 4, 4), progress=ignore_progress)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(Refused, match="no Wan VAE"):
-        load(file(), vae=str(tmp_path / "empty")).decode(torch.zeros(1, 16, 1, 4, 4), progress=ignore_progress)
+
+
+def without(folder: Path, copy: Path, name: str) -> Path:
+    """A copy of a folder of weights that lacks one tensor."""
+    shutil.copytree(folder, copy)
+    [weights] = copy.glob("*.safetensors")
+    tensors = load_file(weights)
+    del tensors[name]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    return copy
+
+
+def test_a_part_that_is_something_else_or_incomplete_is_refused(folder, tmp_path):
+    latent = torch.zeros(1, 16, 1, 4, 4)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"_class_name": "AutoencoderKL", "architectures": ["T5Model"]}')
+    vae = without(folder / "vae", tmp_path / "vae", "decoder.conv_in.bias")
+    text = without(folder / "text_encoder", tmp_path / "text_encoder", "encoder.final_layer_norm.weight")
+    for path, words in (
+        (tmp_path / "other", "another kind .AutoencoderKL"),
+        (vae, "lacks decoder.conv_in.bias"),
+        (tmp_path, "config.json is missing"),
+    ):
+        pipeline = load("random:wan", vae=str(path))
+        with pytest.raises(Refused, match=words):
+            pipeline.decode(latent, progress=ignore_progress)
+    for path, words in ((tmp_path / "other", "T5Model"), (text, "lacks encoder.final_layer_norm.weight")):
+        pipeline = load("random:wan", text_encoder=str(path))
+        with pytest.raises(Refused, match=words):
+            pipeline.encode_text("red", progress=ignore_progress)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, UMT5EncoderModel
+from transformers.utils.logging import disable_progress_bar
 
 from ..errors import Refused
+from ..inspection import read_json
 from ..progress import ReportProgress
 from ..protocol import Conditioning
 
@@ -26,11 +28,11 @@ class TextEncoder:
         cls, folder: Path, tokenizer: Path, *, length: int, dtype: torch.dtype, device: torch.device
     ) -> TextEncoder:
         """From the folders of the encoder and its tokenizer. Raises `Refused` when they do not hold what they should."""
+        model = _model(folder, dtype=dtype)
         try:
-            model = UMT5EncoderModel.from_pretrained(folder, dtype=dtype, local_files_only=True, use_safetensors=True)
             words = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise Refused(f"{folder} holds no text encoder that can be loaded: {error}") from error
+            raise Refused(f"{tokenizer} holds no tokenizer that can be loaded: {error}") from error
         return cls(words, model.eval().requires_grad_(False), length=length, device=device)
 
     @torch.inference_mode()
@@ -46,4 +48,21 @@ class TextEncoder:
         embedding = (hidden.float() * mask.unsqueeze(-1)).cpu()
         self._model.to("cpu")
         progress(STAGE, 1, 1, together=False)
-        return Conditioning(embedding=embedding.clone())
+        return Conditioning(embedding=embedding)
+
+
+def _model(folder: Path, *, dtype: torch.dtype) -> UMT5EncoderModel:
+    wanted = UMT5EncoderModel.__name__
+    kinds = read_json(folder / "config.json").get("architectures") or ["nothing"]
+    if wanted not in kinds:
+        raise Refused(f"{folder} holds {kinds[0]}, but the text encoder must be a {wanted}")
+    disable_progress_bar()
+    try:
+        model, report = UMT5EncoderModel.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise Refused(f"{folder} holds no text encoder that can be loaded: {error}") from error
+    if report["missing_keys"]:
+        raise Refused(f"{folder} lacks {', '.join(sorted(report['missing_keys'])[:5])}: download it again")
+    return model

@@ -12,6 +12,7 @@ from diffusers import AutoencoderKLWan
 from safetensors.torch import load_file
 
 from ..errors import Refused
+from ..inspection import read_json
 from ..progress import ReportProgress
 from ..safetensors_header import read_header
 
@@ -81,12 +82,18 @@ class VideoDecoder:
 
 
 def _from_folder(path: Path) -> AutoencoderKLWan:
+    kind = read_json(path / "config.json").get("_class_name")
+    if kind != AutoencoderKLWan.__name__:
+        raise Refused(f"{path} holds a VAE of another kind ({kind}): Wan needs an {AutoencoderKLWan.__name__}")
     try:
-        return AutoencoderKLWan.from_pretrained(
-            path, torch_dtype=torch.float32, local_files_only=True, use_safetensors=True
+        model, report = AutoencoderKLWan.from_pretrained(
+            path, torch_dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
     except (OSError, ValueError) as error:
         raise Refused(f"{path} holds no Wan VAE that can be loaded: {error}") from error
+    if report["missing_keys"]:
+        raise Refused(f"{path} lacks {', '.join(sorted(report['missing_keys'])[:5])}: download it again")
+    return model
 
 
 def _from_file(path: Path) -> AutoencoderKLWan:
