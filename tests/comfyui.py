@@ -101,10 +101,16 @@ class Run:
         """Lines of text shown on a node."""
         return [event.data["text"] for event in self.of("text", node)]
 
+    def outputs(self, seconds: float = 10.0) -> dict[str, Any]:
+        """What the output nodes gave, by node; the history has it a moment after the end."""
+        end = time.monotonic() + seconds
+        while not (history := self.server.get(f"/history/{self.prompt_id}")) and time.monotonic() < end:
+            time.sleep(0.02)
+        return history[self.prompt_id]["outputs"]
+
     def images(self) -> list[Path]:
         """Files that the prompt's output nodes wrote."""
-        outputs = self.server.get(f"/history/{self.prompt_id}")[self.prompt_id]["outputs"]
-        listed = [image for output in outputs.values() for image in output.get("images", ())]
+        listed = [image for output in self.outputs().values() for image in output.get("images", ())]
         return [self.server.output / image["subfolder"] / image["filename"] for image in listed]
 
     def seconds(self) -> dict[str, float]:
@@ -277,10 +283,9 @@ def install_pack(base: Path, pack: Path = ROOT) -> None:
 def gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
     """Wait for processes to end; those that did not."""
     end = time.monotonic() + seconds
-    while processes and time.monotonic() < end:
-        processes = [each for each in processes if _runs(each)]
+    while (left := [each for each in processes if _runs(each)]) and time.monotonic() < end:
         time.sleep(0.05)
-    return processes
+    return left
 
 
 def _runs(process: psutil.Process) -> bool:

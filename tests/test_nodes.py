@@ -278,7 +278,7 @@ def test_sampler_names_are_checked_when_queued(pack):
 
 
 def test_numbers_that_comfyui_lets_through_are_refused_by_name(pack):
-    with pytest.raises(ValueError, match="^cfg is nan"):
+    with pytest.raises(ValueError, match=r"^cfg is nan"):
         pack.sampler.OutriggerSampler.execute(
             model=None, positive=entry(), latent_image={"samples": torch.zeros(1, 16, 4, 4)}, cfg=float("nan")
         )

@@ -1,0 +1,159 @@
+"""The pack as a real ComfyUI sees it: loading, schemas, help pages, templates."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.comfyui import PACK, ROOT, ComfyUI
+from tests.graphs import WORKFLOWS, template
+
+pytestmark = pytest.mark.comfy
+
+NODE_INPUTS = {
+    "OutriggerLoadModel": "model* dtype quant text_encoder text_encoder_2 vae parallel memory speed",
+    "OutriggerParallelism": "devices ulysses ring tensor cfg data",
+    "OutriggerTextEncode": "model* text*",
+    "OutriggerSampler": "model* positive* latent_image* seed steps cfg sampler_name scheduler negative denoise",
+    "OutriggerDecode": "model* samples*",
+}
+"""Inputs of each node in ComfyUI's order (required ones first); the ones marked * are required. Append only."""
+
+OUTPUTS = {
+    "OutriggerLoadModel": ["OUTRIGGER_MODEL"],
+    "OutriggerParallelism": ["OUTRIGGER_PARALLEL"],
+    "OutriggerTextEncode": ["CONDITIONING"],
+    "OutriggerSampler": ["LATENT"],
+    "OutriggerDecode": ["IMAGE"],
+}
+UI_ONLY = ("MarkdownNote",)
+TEMPLATES = sorted(path.stem for path in WORKFLOWS.glob("*.json") if not path.stem.endswith(".api"))
+
+
+def info(comfyui: ComfyUI, node: str) -> dict[str, Any]:
+    """A node as ComfyUI tells the browser about it."""
+    return comfyui.get(f"/object_info/{node}")[node]
+
+
+def widgets(description: dict[str, Any]) -> list[str]:
+    """Names of a node's widgets in order, None for the one that follows a seed."""
+    names: list[str] = []
+    for group in ("required", "optional"):
+        for name, (kind, options) in description["input"].get(group, {}).items():
+            if isinstance(kind, list) or kind in ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"):
+                names += [name, ""] if options.get("control_after_generate") else [name]
+    return names
+
+
+@pytest.mark.parametrize("node", NODE_INPUTS)
+def test_node_has_its_inputs_for_ever_and_explains_each(comfyui: ComfyUI, node: str):
+    described = info(comfyui, node)
+    required, optional = (described["input"].get(group, {}) for group in ("required", "optional"))
+    assert " ".join([f"{name}*" for name in required] + list(optional)) == NODE_INPUTS[node]
+    assert described["output"] == OUTPUTS[node]
+    assert described["display_name"].startswith("Outrigger ")
+    assert described["category"] == "Outrigger"
+    assert len(described["description"]) > 40
+    assert all(len(options.get("tooltip", "")) > 20 for _, options in {**required, **optional}.values())
+    assert all(len(tooltip) > 20 for tooltip in described["output_tooltips"])
+    sockets = ("model", "parallel", "memory", "speed", "positive", "negative", "latent_image", "samples")
+    assert all("default" in options for name, (_, options) in optional.items() if name not in sockets)
+
+
+@pytest.mark.parametrize("node", NODE_INPUTS)
+def test_help_page_is_served_and_names_every_input(comfyui: ComfyUI, node: str):
+    with urllib.request.urlopen(f"{comfyui.url}/extensions/{PACK}/docs/{node}.md") as answer:
+        page = answer.read().decode()
+    missing = [name for name in NODE_INPUTS[node].replace("*", "").split() if f"`{name}`" not in page]
+    assert missing == []
+
+
+def test_sampler_has_ksamplers_widgets_in_ksamplers_order_and_bounds(comfyui: ComfyUI):
+    ours, theirs = info(comfyui, "OutriggerSampler"), info(comfyui, "KSampler")
+    assert widgets(ours) == widgets(theirs)
+    options = {name: spec[1] for group in ours["input"].values() for name, spec in group.items() if len(spec) > 1}
+    for name in ("seed", "steps", "cfg", "denoise"):
+        stock = theirs["input"]["required"][name][1]
+        bounds = [key for key in ("min", "max", "step", "round") if key in stock]
+        assert {key: options[name].get(key) for key in bounds} == {key: stock[key] for key in bounds}
+    for name in ("sampler_name", "scheduler"):
+        kind, stock = theirs["input"]["required"][name]
+        assert set(options[name]["options"]) <= set(kind if isinstance(kind, list) else stock["options"])
+
+
+def test_pack_loads_in_under_a_second_and_without_a_complaint(comfyui: ComfyUI):
+    log = comfyui.log.read_text(encoding="utf-8", errors="replace")
+    (seconds,) = re.findall(rf"([\d.]+) seconds: .*custom_nodes.{PACK}\n", log)
+    assert float(seconds) < 1.0
+    assert not re.search(rf"(IMPORT FAILED|Cannot import).*{PACK}", log)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_template_is_listed_with_its_picture(comfyui: ComfyUI, name: str):
+    assert name in comfyui.get("/workflow_templates")[PACK]
+    address = f"{comfyui.url}/api/workflow_templates/{PACK}/{name}"
+    with urllib.request.urlopen(f"{address}.jpg") as answer:
+        assert answer.read(2) == b"\xff\xd8"
+    assert comfyui.get(f"/api/workflow_templates/{PACK}/{name}.json")["version"] == 0.4
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_template_and_its_api_twin_are_the_same_graph(comfyui: ComfyUI, name: str):
+    graph = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
+    assert as_prompt(graph, comfyui) == template(name)
+
+
+@pytest.mark.parametrize("path", sorted(WORKFLOWS.glob("*.api.json")), ids=lambda path: path.name)
+def test_api_workflow_fits_the_nodes(comfyui: ComfyUI, path: Path):
+    prompt = json.loads(path.read_text(encoding="utf-8"))
+    for entry in prompt.values():
+        described = info(comfyui, entry["class_type"])["input"]
+        required, known = (
+            described.get("required", {}),
+            {**described.get("required", {}), **described.get("optional", {})},
+        )
+        assert set(required) <= set(entry["inputs"]) <= set(known), entry["class_type"]
+        for value in (value for value in entry["inputs"].values() if isinstance(value, list)):
+            assert prompt[value[0]]
+
+
+def test_stock_nodes_stand_in_for_ours(comfyui: ComfyUI):
+    kinds = {entry["class_type"] for entry in template("stock_nodes").values()}
+    assert {"CLIPTextEncode", "EmptyHunyuanLatentVideo", "VAEDecode", "SaveImage"} <= kinds
+    assert kinds & set(NODE_INPUTS) == {"OutriggerLoadModel", "OutriggerParallelism", "OutriggerSampler"}
+
+
+def test_versions_agree():
+    (version,) = re.findall(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
+    assert f'__version__ = "{version}"' in (ROOT / "runtime" / "__init__.py").read_text(encoding="utf-8")
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    for name in TEMPLATES:
+        nodes = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))["nodes"]
+        ours = [node["properties"] for node in nodes if node["type"] in NODE_INPUTS]
+        assert all((each["cnr_id"], each["ver"]) == (PACK, version) for each in ours)
+
+
+def as_prompt(graph: dict[str, Any], comfyui: ComfyUI) -> dict[str, Any]:
+    """A UI graph in API form, as the browser makes it."""
+    links = {link[0]: [str(link[1]), link[2]] for link in graph["links"]}
+    return {
+        str(node["id"]): {
+            "class_type": node["type"],
+            "inputs": _values(node, info(comfyui, node["type"]))
+            | {each["name"]: links[each["link"]] for each in node["inputs"] if each["link"] is not None},
+            "_meta": {"title": node["title"]},
+        }
+        for node in graph["nodes"]
+        if node["type"] not in UI_ONLY
+    }
+
+
+def _values(node: dict[str, Any], described: dict[str, Any]) -> dict[str, Any]:
+    names = widgets(described)
+    assert len(names) == len(node["widgets_values"]), f"{node['type']}: {names}"
+    return {name: value for name, value in zip(names, node["widgets_values"], strict=True) if name}

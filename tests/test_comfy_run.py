@@ -1,0 +1,143 @@
+"""The workflow on a real ComfyUI: picture, progress, previews, Cancel, a rank that dies."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+
+import psutil
+import pytest
+from PIL import Image
+
+from tests.comfyui import ComfyUI, Run
+from tests.graphs import DECODE, MODEL, NEGATIVE, POSITIVE, SAMPLER, picture, slow, template
+
+pytestmark = pytest.mark.comfy
+
+ONE_STEP_MORE = 0.5
+"""Seconds beyond a step that Cancel may take."""
+
+
+def loads(run: Run) -> list[str]:
+    """The lines that a node shows while the model is loaded."""
+    return [text for text in run.texts() if text.startswith(("starting", "loading"))]
+
+
+def step_seconds(run: Run) -> float:
+    """How long a step takes: the longest of those seen."""
+    marks = [event.at for event in run.of("progress", SAMPLER)]
+    return max(after - before for before, after in itertools.pairwise(marks))
+
+
+def test_workflow_gives_a_picture_with_a_progress_event_and_a_preview_for_each_step(comfyui: ComfyUI):
+    run = comfyui.run(picture())
+    assert run.end.kind == "execution_success", run.end.data
+    (path,) = run.images()
+    with Image.open(path) as image:
+        assert image.size == (128, 128)
+        assert max(high - low for low, high in image.convert("RGB").getextrema()) > 20
+    assert [event.data["value"] for event in run.of("progress", SAMPLER)] == [1, 2, 3, 4]
+    assert {event.data["max"] for event in run.of("progress", SAMPLER)} == {4}
+    previews = run.of("preview")
+    assert len(previews) == 4
+    assert all(event.data["image"][:2] == b"\xff\xd8" for event in previews)  # JPEG
+
+
+def test_second_prompt_finds_the_model_loaded(comfyui: ComfyUI):
+    comfyui.run(picture(SAMPLER={"seed": 11}))
+    run = comfyui.run(picture(SAMPLER={"seed": 12}, POSITIVE={"text": "a green cross on a gray background"}))
+    assert run.end.kind == "execution_success"
+    assert loads(run) == []
+
+
+def test_short_prompt_with_nothing_but_what_is_required_is_enough(comfyui: ComfyUI):
+    prompt = picture()
+    prompt[MODEL]["inputs"] = {"model": "tiny-shapes"}
+    prompt[SAMPLER]["inputs"] = {"model": [MODEL, 0], "positive": [POSITIVE, 0], "latent_image": ["5", 0], "steps": 2}
+    del prompt[NEGATIVE], prompt["1"]
+    assert comfyui.run(prompt).end.kind == "execution_success"
+
+
+def test_video_workflow_writes_a_file_for_each_frame(comfyui: ComfyUI):
+    prompt = template("text_to_video")
+    prompt[SAMPLER]["inputs"]["steps"] = 2
+    run = comfyui.run(prompt)
+    assert len(run.images()) == 9
+
+
+def test_warm_prompt_adds_little_to_the_sampling_itself(comfyui: ComfyUI):
+    comfyui.run(picture())
+    added = []
+    for seed in range(5):
+        run = comfyui.run(picture(SAMPLER={"seed": 100 + seed}))
+        (line,) = [text for text in run.texts(SAMPLER) if " took " in text]
+        added.append(run.seconds()[SAMPLER] - float(line.split()[-2]))
+    print(f"a warm prompt adds {1000 * statistics.median(added):.0f} ms to the sampling")
+    assert statistics.median(added) < 0.05
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_cancel_ends_within_a_step_and_leaves_the_model_loaded(comfyui: ComfyUI, step: int):
+    comfyui.run(picture())
+    run = comfyui.queue(slow(SAMPLER={"seed": step}))
+    run.wait_for("progress", node=SAMPLER, count=step + 1)
+    pressed = time.monotonic()
+    comfyui.interrupt()
+    run.wait(60)
+    assert run.end.kind == "execution_interrupted"
+    took = run.end.at - pressed
+    print(f"Cancel took {took:.2f} s, a step {step_seconds(run):.2f} s")
+    assert took < step_seconds(run) + ONE_STEP_MORE
+    after = comfyui.run(picture(SAMPLER={"seed": 21 + step}))
+    assert after.end.kind == "execution_success"
+    assert loads(after) == []
+
+
+def test_rank_killed_in_mid_step_is_an_error_on_the_sampler_and_the_next_prompt_works(comfyui: ComfyUI):
+    comfyui.run(picture())
+    run = comfyui.queue(slow(SAMPLER={"seed": 31}))
+    run.wait_for("progress", node=SAMPLER, count=2)
+    rank = comfyui.ranks()[1]
+    killed = time.monotonic()
+    rank.kill()
+    run.wait(30)
+    print(f"the error came after {run.end.at - killed:.2f} s: {run.error['exception_message'].splitlines()[0]}")
+    assert run.end.at - killed < 5
+    assert run.error["node_id"] == SAMPLER
+    assert run.error["exception_type"] == "outrigger.SidecarFailure"
+    assert "rank" in run.error["exception_message"]
+    assert "sampling" in run.error["exception_message"]
+    assert comfyui.run(picture(SAMPLER={"seed": 32})).end.kind == "execution_success"
+
+
+def test_sidecar_killed_in_mid_step_is_an_error_and_the_next_prompt_works(comfyui: ComfyUI):
+    comfyui.run(picture())
+    run = comfyui.queue(slow(SAMPLER={"seed": 41}))
+    run.wait_for("progress", node=SAMPLER, count=2)
+    (server,) = psutil.Process(comfyui.process.pid).children()
+    server.kill()
+    run.wait(30)
+    assert run.error["node_id"] == SAMPLER
+    assert "next prompt starts a new one" in run.error["exception_message"]
+    assert comfyui.run(picture(SAMPLER={"seed": 42})).end.kind == "execution_success"
+
+
+def test_cancel_while_the_model_is_loaded_is_an_interrupt(comfyui: ComfyUI):
+    run = comfyui.queue(picture(MODEL={"dtype": "bf16"}))
+    run.wait_for("text")
+    comfyui.interrupt()
+    run.wait(30)
+    assert run.end.kind == "execution_interrupted"
+    assert comfyui.run(picture(SAMPLER={"seed": 51})).end.kind == "execution_success"
+
+
+def test_cancel_while_a_video_is_decoded_is_an_interrupt(comfyui: ComfyUI):
+    size = {"width": 256, "height": 256, "length": 33}
+    run = comfyui.queue(picture(SIZE=size, SAMPLER={"steps": 1}))
+    run.wait_for("progress", node=DECODE)
+    pressed = time.monotonic()
+    comfyui.interrupt()
+    run.wait(60)
+    assert run.end.kind == "execution_interrupted"
+    print(f"Cancel of the decoding took {run.end.at - pressed:.2f} s")
