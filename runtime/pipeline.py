@@ -44,6 +44,7 @@ class Pipeline:
     def __init__(self, transformer: nn.Module, facts: ModelFacts, *, settings: ModelSettings, mesh: Mesh) -> None:
         self._facts, self._family, self._settings, self._mesh = facts, facts.spec, settings, mesh
         self._dtype = _dtype(settings, mesh)
+        self._text_width: int = transformer.config[facts.spec.text_width]
         self._predict = Predictor(transformer, facts.spec, dtype=self._dtype)
         self._text_encoder: TextEncoder | None = None
         self._decoder: VideoDecoder | None = None
@@ -117,7 +118,7 @@ class Pipeline:
 
     def _placed(self, conditioning: Conditioning) -> Conditioning:
         """What the family reads of a conditioning, on the device and in the dtype of the model."""
-        width = self._facts.config["text_dim"]
+        width = self._text_width
         if conditioning.embedding.ndim != 3 or conditioning.embedding.shape[-1] != width:
             raise Refused(
                 f"the conditioning has shape {tuple(conditioning.embedding.shape)}, but {self._family.title} takes "

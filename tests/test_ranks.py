@@ -8,9 +8,13 @@ import diffusers
 import pytest
 import torch
 
+from runtime.errors import Cancelled
 from runtime.families.wan import TINY, WAN
 from runtime.mesh import Mesh
+from runtime.pipeline import Pipeline
+from runtime.progress import ignore_progress
 from runtime.sampling import FlowTable, make_sigmas
+from runtime.settings import ModelSettings
 from tests.ranks import (
     TEXT_WIDTH,
     Case,
@@ -140,3 +144,36 @@ def random_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     from runtime.checkpoint import _random
 
     return dict(_random(model))
+
+
+def test_all_ranks_stop_at_the_step_at_which_the_first_is_told_to_and_go_on_afterwards():
+    case = Case(degrees={"cfg": 2, "ulysses": 2})
+    [reference] = run_on_one([case])
+
+    def run(mesh: Mesh) -> tuple[list[int], torch.Tensor]:
+        pipelines, steps = {}, []
+
+        def stop_at_two(stage, step, total, *, preview=None, together=True) -> None:
+            steps.append(step)
+            if mesh.agree(int(mesh.rank == 0 and step == 2)):
+                raise Cancelled
+
+        run_case(case, mesh, pipelines)
+        [pipeline] = pipelines.values()
+        with pytest.raises(Cancelled):
+            pipeline.sample(sample_request(case), progress=stop_at_two)
+        return steps, run_case(case, mesh, pipelines)
+
+    for steps, result in run_as_threads(case.degrees, run):
+        assert steps == [1, 2] and relative_error(result, reference) < LIMIT
+
+
+def test_only_the_first_rank_encodes_and_decodes():
+    def run(mesh: Mesh) -> tuple:
+        pipeline = Pipeline.load(ModelSettings(model="random:wan"), mesh=mesh, progress=ignore_progress)
+        if mesh.rank == 0:
+            return None, None
+        text = pipeline.encode_text("red", progress=ignore_progress)
+        return text, pipeline.decode(torch.zeros(1, 16, 1, 2, 2), progress=ignore_progress)
+
+    assert run_as_threads({"ulysses": 2}, run) == [(None, None)] * 2

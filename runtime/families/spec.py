@@ -64,9 +64,11 @@ class FamilySpec:
 
     `renames` are (pattern, replacement) pairs, applied in order to every name of ComfyUI's and the original layout; they
     leave diffusers' own names as they are. `signature` are tensors (diffusers' names) every checkpoint of it has.
-    `config_from` works out the configuration of the class from the shapes (diffusers' names). `self_attention` is a
-    pattern of the modules whose attention runs over the split tokens. `inputs` says which field of a conditioning
-    becomes which argument of the model. `prediction` "velocity": denoised = x - sigma * output, told sigma * 1000.
+    `config_from` works out the configuration of the class from the shapes (diffusers' names), and `unsupported_config`
+    names what a configuration is when it is a relative that is not run. `heads`, `head_dim`, `layers` and `text_width`
+    are keys of the configuration. `self_attention` is a pattern of the modules whose attention runs over the split
+    tokens. `inputs` says which argument of the model is which field of a conditioning. `prediction` "velocity":
+    denoised = x - sigma * output, and the model is told sigma * 1000.
     """
 
     name: str
@@ -81,6 +83,7 @@ class FamilySpec:
     heads: str
     head_dim: str
     layers: str
+    text_width: str
     blocks: tuple[str, ...]
     split: TokenSplit
     self_attention: str

@@ -142,6 +142,7 @@ WAN = FamilySpec(
     heads="num_attention_heads",
     head_dim="attention_head_dim",
     layers="num_layers",
+    text_width="text_dim",
     blocks=("blocks",),
     split=TokenSplit(outputs=("rope",), inputs=(("blocks.0", "hidden_states"),), gathered=("proj_out",)),
     self_attention=r"blocks\.\d+\.attn1",
