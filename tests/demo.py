@@ -19,7 +19,7 @@ from comfyui import ROOT, ComfyUI, Event, Run
 
 BASE = ROOT / "build" / "comfyui"
 OUTPUT = ROOT / "output"
-WORKFLOW = ROOT / "workflows" / "text_to_image.api.json"
+WORKFLOW = ROOT / "workflows" / "api" / "text_to_image.json"
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ Prompt = dict[str, Any]
 
 def template(name: str) -> Prompt:
     """A shipped workflow in API form."""
-    return json.loads((WORKFLOWS / f"{name}.api.json").read_text(encoding="utf-8"))
+    return json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def changed(prompt: Prompt, **inputs: dict[str, Any]) -> Prompt:

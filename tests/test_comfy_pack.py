@@ -32,7 +32,7 @@ OUTPUTS = {
     "OutriggerDecode": ["IMAGE"],
 }
 UI_ONLY = ("MarkdownNote",)
-TEMPLATES = sorted(path.stem for path in WORKFLOWS.glob("*.json") if not path.stem.endswith(".api"))
+TEMPLATES = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
 
 
 def info(comfyui: ComfyUI, node: str) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def test_template_and_its_api_twin_are_the_same_graph(comfyui: ComfyUI, name: st
     assert as_prompt(graph, comfyui) == template(name)
 
 
-@pytest.mark.parametrize("path", sorted(WORKFLOWS.glob("*.api.json")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted((WORKFLOWS / "api").glob("*.json")), ids=lambda path: path.name)
 def test_api_workflow_fits_the_nodes(comfyui: ComfyUI, path: Path):
     prompt = json.loads(path.read_text(encoding="utf-8"))
     for entry in prompt.values():
