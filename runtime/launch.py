@@ -32,6 +32,7 @@ class Process:
 
     def __init__(self, command: Sequence[str], *, log: Callable[[str], None]) -> None:
         self.log = log
+        self.where: Address | None = None
         self._first: queue.Queue[Address | None] = queue.Queue()
         self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._process = subprocess.Popen(
@@ -61,6 +62,7 @@ class Process:
             raise SidecarError(f"the sidecar did not start within {START_SECONDS:.0f} s") from None
         if address is None:
             raise SidecarError(f"the sidecar did not start. {self._how_it_ended()}")
+        self.where = address
         return address
 
     def check(self) -> None:

@@ -43,8 +43,9 @@ from .protocol import (
 )
 from .settings import AXES, ModelSettings, ParallelSettings, RankSettings
 
-PROGRESS_SECONDS = 0.005
-"""Progress without a picture goes out no more often than so, but for the first and last step of a stage."""
+MANY_STEPS = 100
+PROGRESS_SECONDS = 0.05
+"""A stage of more than `MANY_STEPS` steps is told of no more often than so, but for its first and last and previews."""
 
 log = logging.getLogger("outrigger")
 
@@ -63,15 +64,17 @@ class Reporter:
         """Report a point where the job may be cancelled. Raises `Cancelled` when it was."""
         self.stage, self.step = stage, step
         first_rank = self._worker.settings.rank == 0
-        if first_rank and (preview is not None or step >= total or self._is_due(stage)):
+        if first_rank and (preview is not None or self._is_due(stage, step, total)):
             self._sent_stage, self._sent_at = stage, time.monotonic()
             self._worker.send(Progress(job=self._job, stage=stage, step=step, total=total, preview=preview))
         stop = first_rank and self._worker.cancel_came(self._job)
         if self._worker.mesh.agree(int(stop)) if together else stop:
             raise Cancelled
 
-    def _is_due(self, stage: str) -> bool:
-        return stage != self._sent_stage or time.monotonic() - self._sent_at >= PROGRESS_SECONDS
+    def _is_due(self, stage: str, step: int, total: int) -> bool:
+        if total <= MANY_STEPS or step >= total or stage != self._sent_stage:
+            return True
+        return time.monotonic() - self._sent_at >= PROGRESS_SECONDS
 
 
 class Worker:

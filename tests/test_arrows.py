@@ -12,7 +12,18 @@ ROOT = Path(__file__).resolve().parents[1]
 
 CONTROL = ("errors", "settings", "protocol", "folders", "pool", "channel")
 """Lowest first: each may import those before it. Over them stand, beside each other, the client and the server's side."""
-COMPUTE = ("mesh", "parallel", "sequence", "blocks", "guidance", "linear", "checkpoint", "sampling", "encoders", "pipeline")
+COMPUTE = (
+    "mesh",
+    "parallel",
+    "sequence",
+    "blocks",
+    "guidance",
+    "linear",
+    "checkpoint",
+    "sampling",
+    "encoders",
+    "pipeline",
+)
 FACTS = ("families", "safetensors_header", "inspection", "machine", "plan")
 """Read without torch, by the server as well."""
 NODES_MAY_IMPORT = {"runtime", "runtime.settings", "runtime.protocol", "runtime.client", "runtime.errors"}
@@ -36,7 +47,9 @@ SOURCES = {
 
 def typing_only(tree):
     """The imports under `if TYPE_CHECKING`: they bind nothing when the program runs."""
-    tests = [node for node in ast.walk(tree) if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"]
+    tests = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+    ]
     return {id(inner) for test in tests for inner in ast.walk(test)}
 
 
@@ -107,7 +120,15 @@ def test_the_compute_stack_knows_no_socket(name):
 
 def test_the_pipeline_is_imported_by_the_worker_and_the_tools_alone():
     importers = {name for name in SOURCES if "runtime.pipeline" in ours(name)}
-    assert not {part_of(name) for name in importers} & {*CONTROL, *FACTS, *COMPUTE, "client", "server", "executor", "ranks"}
+    assert not {part_of(name) for name in importers} & {
+        *CONTROL,
+        *FACTS,
+        *COMPUTE,
+        "client",
+        "server",
+        "executor",
+        "ranks",
+    }
 
 
 @pytest.mark.parametrize("name", sorted(name for name in SOURCES if name.startswith("runtime.families.")))
@@ -119,7 +140,9 @@ def test_families_are_plain_data(name):
 def test_what_the_server_imports_brings_in_no_torch(part):
     for module in {f"runtime.{part}", *reached(f"runtime.{part}", top_level=True)}:
         tops = {name.split(".")[0] for name in imports_of(module, top_level=True)}
-        assert not tops & {"torch", "diffusers", "transformers", "numpy"}, f"{part} reaches {module}, which imports {tops}"
+        assert not tops & {"torch", "diffusers", "transformers", "numpy"}, (
+            f"{part} reaches {module}, which imports {tops}"
+        )
 
 
 @pytest.mark.parametrize("name", sorted(name for name in SOURCES if name.split(".")[0] == "nodes"))
@@ -153,6 +176,8 @@ def run_python():
     import subprocess
 
     def run(program):
-        return subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True, check=True, capture_output=True).stdout
+        return subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, text=True, check=True, capture_output=True
+        ).stdout
 
     return run

@@ -12,6 +12,7 @@ import zmq
 from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
+
 from runtime.channel import Bell, Connection, Listener, check_endpoint, decode, encode, parse, references
 from runtime.errors import ProtocolError, Refused
 from runtime.pool import Mappings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from pydantic import ValidationError
+
 from runtime.protocol import (
     Conditioning,
     Decode,
