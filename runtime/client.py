@@ -14,7 +14,7 @@ import zmq
 from .channel import Connection, decode, encode, parse
 from .errors import Cancelled, ProtocolError, SidecarError
 from .folders import shared_folder, sweep_all
-from .launch import SERVER, START_SECONDS, Process
+from .launch import CLOSE_SECONDS, SERVER, START_SECONDS, Process
 from .pool import SMALLEST_BYTES, Mappings, Pool
 from .protocol import (
     Address,
@@ -101,8 +101,9 @@ class Sidecar:
         """End the process, its ranks with it, and remove what it leaves."""
         self._process.end()
         self._pool.close()
-        with self._turn:
-            self._context.destroy(linger=0)
+        self._turn.acquire(timeout=CLOSE_SECONDS)  # a call in another thread sees that the process has ended
+        self._context.destroy(linger=0)
+        self._turn.release()
         sweep_all()
 
     @contextmanager

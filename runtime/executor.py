@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +23,8 @@ from .protocol import (
     Finished,
     Notice,
     Progress,
-    RankReport,
     Ready,
+    Report,
     Sampled,
     Stopped,
     Work,
@@ -38,6 +39,8 @@ GRACE_SECONDS = 2.0
 """How long the other ranks may take once one has failed; then they wait for it in a collective."""
 STOP_SECONDS = 20.0
 """The same once one has stopped: the others may be on the way to the boundary still."""
+
+KILL_HINT = ", as the system does when memory runs out"
 
 log = logging.getLogger("outrigger")
 
@@ -85,7 +88,7 @@ class Executor:
         self.job: Job | None = None
         self._listener, self._bell, self._token, self._home, self._pool = listener, bell, token, home, pool
         self._answer, self._plan_for, self._command = answer, plan_for, command
-        self._segments = Mappings(pool)
+        self._segments, self._model = Mappings(pool), ""
         self._ranks: Ranks | None = None
 
     # What the loop calls
@@ -153,15 +156,16 @@ class Executor:
             return None
         return max(0, int((self.job.deadline - time.monotonic()) * 1000) + 1)
 
-    def report(self) -> tuple[RankReport, ...]:
-        """The ranks that there are."""
-        return tuple(rank.report() for rank in self._ranks.all) if self._ranks else ()
+    def report(self) -> Report:
+        """What there is, and what it does."""
+        ranks = tuple(rank.report() for rank in self._ranks.all) if self._ranks else ()
+        return Report(pid=os.getpid(), ranks=ranks, model=self._model, busy=self.job.name if self.job else "")
 
     def stop(self) -> None:
         """Stop all ranks."""
         if self._ranks:
             self._ranks.stop()
-            self._ranks = None
+            self._ranks, self._model = None, ""
 
     # Ranks
 
@@ -193,7 +197,7 @@ class Executor:
         if ranks.ready < len(ranks.all):
             job.deadline = job.deadline or time.monotonic() + START_SECONDS
             return self._tell(Progress(job=job.name, stage="starting ranks", step=ranks.ready, total=len(ranks.all)))
-        job.sent, job.deadline = True, None
+        job.sent, job.deadline, self._model = True, None, job.request.model.model
         self._to_ranks(job.frames)
 
     def _to_ranks(self, frames: Frames) -> None:
@@ -278,7 +282,9 @@ def _death(job: Job, rank: Rank) -> Failed:
 
 def _status(rank: Rank) -> str:
     status = rank.exit_status
-    return f"killed by signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+    if status is None or status >= 0:
+        return f"exit status {status}"
+    return f"killed by signal {-status}{KILL_HINT if status == -9 else ''}"
 
 
 def _all_alike(failures: list[Failed], *, world: int) -> bool:

@@ -45,6 +45,7 @@ class Process:
             text=True,
             errors="replace",
             start_new_session=_POSIX,  # Ctrl-C in the terminal is the host's alone
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
         )
         self._reader = threading.Thread(target=self._read_lines, daemon=True)
         self._reader.start()
@@ -91,7 +92,7 @@ class Process:
     def _read_lines(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            address = _address_in(line) if self._first.empty() else None
+            address = _address_in(line) if self.where is None else None
             if address:
                 self._first.put(address)
             else:

@@ -17,7 +17,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import ProtocolError
+from .errors import ProtocolError, Refused
 from .folders import SHARED_MEMORY
 from .protocol import TensorRef
 
@@ -34,9 +34,15 @@ _IN_USE, _FREE = 1, 0
 
 
 def pool_limit() -> int:
-    """Most bytes one process may put into shared memory: what the user set, or half of what /dev/shm can hold."""
-    if LIMIT_VARIABLE in os.environ:
-        return int(os.environ[LIMIT_VARIABLE])
+    """Most bytes one process may put into shared memory: what the user set, or half of what /dev/shm can hold.
+
+    Raises `Refused` when what the user set is not a number.
+    """
+    chosen = os.environ.get(LIMIT_VARIABLE, "")
+    if chosen:
+        if not chosen.isdecimal():
+            raise Refused(f"{LIMIT_VARIABLE} is {chosen!r}: set it to a number of bytes, 0 for no shared memory")
+        return int(chosen)
     if not SHARED_MEMORY.is_dir():
         return 0
     status = os.statvfs(SHARED_MEMORY)

@@ -44,6 +44,7 @@ class Rank:
             text=True,
             errors="replace",
             start_new_session=_POSIX,
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
         )
         self._reader = threading.Thread(target=self._log_lines, daemon=True)
         self._waiter = threading.Thread(target=self._await_end, args=(bell,), daemon=True)
@@ -159,12 +160,12 @@ class Ranks:
 
 def rank_environment(plan: Plan, inherited: Mapping[str, str]) -> dict[str, str]:
     """The variables of the ranks' processes: what the server has, and what the plan says."""
-    threads = max(1, (os.cpu_count() or 1) // plan.world)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         **inherited,
         "CUDA_DEVICE_ORDER": inherited.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
         "CUDA_VISIBLE_DEVICES": ",".join(_visible_ids(plan, inherited)),
-        "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS", str(threads)),
+        "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS", str(max(1, cores // plan.world))),
         "HF_HUB_OFFLINE": "1",
         "DO_NOT_TRACK": "1",
         "PYTHONUNBUFFERED": "1",

@@ -35,7 +35,6 @@ from .protocol import (
     Event,
     Failed,
     Hello,
-    Report,
     Sample,
     Shutdown,
     Status,
@@ -134,7 +133,7 @@ class Server:
             case Cancel(job=name):
                 self._cancel(name)
             case Status():
-                self._answer(peer, self._report())
+                self._answer(peer, self._executor.report())
             case Shutdown():
                 return False
         return True
@@ -167,15 +166,6 @@ class Server:
             self._queue.remove(job)
             self._answer(job.peer, Stopped(job=name))
         self._executor.cancel(name)
-
-    def _report(self) -> Report:
-        job = self._executor.job
-        return Report(
-            pid=os.getpid(),
-            ranks=self._executor.report(),
-            model=job.request.model.model if job else "",
-            busy=job.name if job else "",
-        )
 
     def _refuse(self, peer: bytes, error: ProtocolError) -> None:
         log.warning("refused a message: %s", error)
