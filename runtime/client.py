@@ -101,9 +101,10 @@ class Sidecar:
         """End the process, its ranks with it, and remove what it leaves."""
         self._process.end()
         self._pool.close()
-        self._turn.acquire(timeout=CLOSE_SECONDS)  # a call in another thread sees that the process has ended
+        held = self._turn.acquire(timeout=CLOSE_SECONDS)  # a call in another thread sees that the process has ended
         self._context.destroy(linger=0)
-        self._turn.release()
+        if held:
+            self._turn.release()
         sweep_all()
 
     @contextmanager

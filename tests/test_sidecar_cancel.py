@@ -111,6 +111,15 @@ def test_events_that_nobody_looks_at_any_more_end_the_job(sidecar):
     assert time.monotonic() - started < 3
 
 
+def test_a_sidecar_can_be_closed_in_the_middle_of_a_call_and_twice():
+    with fake_sidecar() as running:
+        events = running.call(sample("fake?step=0.1", steps=100), interrupted=never)
+        next(events)
+        running.close()
+        assert not running.alive
+        events.close()
+
+
 def test_the_second_client_of_a_server_waits_its_turn_and_can_cancel_it(sidecar):
     """Two connections, as of two programs, to the same server."""
     from runtime.channel import Connection, encode, parse
