@@ -64,12 +64,12 @@ class OutriggerParallelism(io.ComfyNode):
         tensor: int = 0,
         cfg: int = 0,
         data: int = 0,
-    ) -> bool | str:
-        """Called when the prompt is queued, with what is not linked."""
-        try:
-            cls._settings(devices=devices, ulysses=ulysses, ring=ring, tensor=tensor, cfg=cfg, data=data)
-        except ValueError as error:
-            return str(error)
+    ) -> bool:
+        """Called when the prompt is queued, with what is not linked. True, or raises `ValueError`.
+
+        A text returned from here would be shown six times, once for each argument; one that is raised is shown once.
+        """
+        cls._settings(devices=devices, ulysses=ulysses, ring=ring, tensor=tensor, cfg=cfg, data=data)
         return True
 
     @classmethod
