@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import zmq
@@ -55,16 +55,16 @@ class Sidecar:
     def start(cls, *, log: Callable[[str], None] | None = None, command: Sequence[str] = SERVER) -> Sidecar:
         """Start the process and greet it; its lines go to `log`. Raises `SidecarError` with the reason."""
         sweep_all()
-        process = Process(command, log=log or logging.getLogger("outrigger").info)
-        context: zmq.Context[Any] = zmq.Context()
-        try:
+        with ExitStack() as undo:
+            context: zmq.Context[Any] = zmq.Context()
+            undo.callback(context.destroy, linger=0)
+            process = Process(command, log=log or logging.getLogger("outrigger").info)
+            undo.callback(process.end)
             address = process.address()
             connection = Connection(context, address.endpoint)
-            return cls(process, context, connection, _greet(connection, address, process))
-        except BaseException:
-            process.end()
-            context.destroy(linger=0)
-            raise
+            sidecar = cls(process, context, connection, _greet(connection, address, process))
+            undo.pop_all()
+            return sidecar
 
     @property
     def alive(self) -> bool:

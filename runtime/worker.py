@@ -127,8 +127,9 @@ class Worker:
             event = Stopped(job=request.job)
         except Exception as error:  # this process's one handler: the job fails, the rank lives
             event = self._failure(request, report, error)
-        _free_memory()  # only here have the tensors that the error held on to gone
         self.send(event)
+        if isinstance(event, Failed):
+            _free_memory()  # only here have the tensors that the error held on to gone
 
     def _result(self, request: Work, report: Reporter) -> Event:
         """The event that ends the request: rank 0's with the result, the others' without."""

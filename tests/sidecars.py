@@ -83,5 +83,6 @@ def processor_seconds(processes):
 
 def folders_of(sidecar):
     """Its folders on this machine: the sockets', and the shared memory's where there is one."""
-    shared = sidecar._pool._folder
-    return [Path(sidecar._process.where.endpoint.removeprefix("ipc://")).parent, *([shared] if shared else [])]
+    endpoint, shared = sidecar._process.where.endpoint, sidecar._pool._folder
+    sockets = [Path(endpoint.removeprefix("ipc://")).parent] if endpoint.startswith("ipc://") else []
+    return [*sockets, *([shared] if shared else [])]

@@ -14,7 +14,17 @@ import torch
 from runtime.folders import SHARED_MEMORY
 from runtime.protocol import Decode, Decoded, Encoded, EncodeText, Notice, Progress, Sampled
 from runtime.settings import ModelSettings
-from tests.sidecars import fake_sidecar, family_of, never, processor_seconds, rank_pids, run, sample, steps_of
+from tests.sidecars import (
+    FAKE_SERVER,
+    fake_sidecar,
+    family_of,
+    never,
+    processor_seconds,
+    rank_pids,
+    run,
+    sample,
+    steps_of,
+)
 
 needs_shared_memory = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="this system has no /dev/shm")
 LARGE = (1, 16, 512, 512)
@@ -164,6 +174,12 @@ def test_a_result_outlives_its_sidecar():
         request = sample(shape=LARGE)
         latent = run(short_lived, request)[-1].latent
     assert torch.equal(latent, request.latent * 2)
+
+
+def test_over_loopback_it_is_the_same():
+    with fake_sidecar(server=(*FAKE_SERVER, "tcp://127.0.0.1:*")) as on_loopback:
+        request = sample(ranks=2, shape=LARGE)
+        assert torch.equal(run(on_loopback, request)[-1].latent, request.latent * 2)
 
 
 def test_two_sidecars_side_by_side_do_not_mix(sidecar):
