@@ -103,6 +103,12 @@ def batch_index(value: dict[str, Any]) -> tuple[int, ...] | None:
     return None if indices is None else tuple(int(index) for index in indices)
 
 
+def downscale(value: dict[str, Any]) -> tuple[int | None, int | None]:
+    """How far (in space, in time) the VAE scales down that an empty LATENT was made for; newer ComfyUI notes it there."""
+    spatial, temporal = (value.get(key) for key in DOWNSCALE_KEYS)
+    return spatial, temporal
+
+
 def from_latent(latent: torch.Tensor, like: dict[str, Any]) -> dict[str, Any]:
     """A LATENT with this tensor; other keys of the one it was made from are kept, as KSampler keeps them."""
     kept = {key: value for key, value in like.items() if key not in DOWNSCALE_KEYS}

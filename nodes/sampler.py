@@ -93,6 +93,7 @@ class OutriggerSampler(io.ComfyNode):
             negative=_negative(model, negative, cfg, display),
             latent=convert.to_latent(latent_image, "latent_image"),
             batch_index=convert.batch_index(latent_image),
+            downscale=convert.downscale(latent_image),
             display=display,
         )
         return io.NodeOutput(convert.from_latent(latent, latent_image))

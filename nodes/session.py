@@ -60,6 +60,7 @@ def sample(
     negative: tuple[Conditioning, ...],
     latent: torch.Tensor,
     batch_index: tuple[int, ...] | None,
+    downscale: tuple[int | None, int | None],
     display: NodeDisplay,
 ) -> torch.Tensor:
     """The denoised latent. Raises as `run` does."""
@@ -72,6 +73,7 @@ def sample(
         negative=negative,
         latent=latent,
         batch_index=batch_index,
+        downscale=downscale,
         cpu_noise_offset=host.cpu_noise_offset(),
         preview=host.wants_previews(),
     )

@@ -73,7 +73,11 @@ class Pipeline:
     def sample(self, request: Sample, *, progress: ReportProgress) -> torch.Tensor:
         """The latent after sampling, float32 on the CPU, on every rank: what KSampler returns for the same widgets."""
         settings, form = request.settings, self._family.latent
-        latent = fit_empty_latent(request.latent.float().cpu(), channels=form.channels, dims=form.dims)
+        latent = resize_empty_latent(
+            fit_empty_latent(request.latent.float().cpu(), channels=form.channels, dims=form.dims),
+            spatial=(request.downscale[0] or form.spatial) / form.spatial,
+            temporal=(request.downscale[1] or form.temporal) / form.temporal,
+        )
         sigmas = make_sigmas(
             settings.scheduler,
             settings.steps,

@@ -76,6 +76,7 @@ def _tensor_or_ref(value: Any) -> Any:
 Tensor = Annotated[Any, PlainValidator(_tensor_or_ref)]
 """A torch tensor, or a `TensorRef` where the bytes are not looked at."""
 
+Scale = Annotated[int, Field(ge=1, le=256)] | None
 Job = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
 
 
@@ -121,7 +122,8 @@ class Sample(Message):
 
     `latent` is ComfyUI's, `(B, C, H, W)` or `(B, C, F, H, W)`, in the VAE's own space. `batch_index` picks whose noise
     of the batch each item gets. An empty `negative` means that there is none. `preview` asks for a picture each step.
-    `cpu_noise_offset` is what the node's ComfyUI adds to the seed of the noise between steps on a CPU (0 before 0.7).
+    `cpu_noise_offset` is what the node's ComfyUI adds to the seed of the noise between steps on a CPU (0 before 0.7),
+    `downscale` the (spatial, temporal) of the VAE that an empty latent was made for, where that is known.
     """
 
     kind: Literal["sample"] = "sample"
@@ -134,6 +136,7 @@ class Sample(Message):
     batch_index: tuple[Annotated[int, Field(ge=0, le=65535)], ...] | None = None
     preview: bool = False
     cpu_noise_offset: int = Field(default=1, ge=0, le=1)
+    downscale: tuple[Scale, Scale] = (None, None)
 
 
 class Decode(Message):
@@ -281,8 +284,7 @@ class Report(Message):
 
 
 Event = Union[Welcome, Ready, Progress, Notice, Encoded, Sampled, Decoded, Finished, Stopped, Failed, Report]
-Terminal = Union[Encoded, Sampled, Decoded, Stopped, Failed]
-"""The events that end a job at the node."""
+Terminal = Union[Encoded, Sampled, Decoded, Stopped, Failed]  # the events that end a job at the node
 
 _REQUEST = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
 _EVENT = TypeAdapter(Annotated[Event, Field(discriminator="kind")])

@@ -136,6 +136,10 @@ def test_noise_mask_is_refused_by_name(pack):
         )
 
 
+def test_an_empty_latent_tells_which_vae_it_was_made_for(pack):
+    assert pack.convert.downscale({"downscale_ratio_spacial": 16}) == (16, None)
+
+
 def test_batch_index_is_sent_as_numbers(pack):
     assert pack.convert.batch_index({"batch_index": [2, torch.tensor(0)]}) == (2, 0)
     assert pack.convert.batch_index({}) is None

@@ -165,3 +165,18 @@ def test_leftover_noise_is_taken_up_where_it_was_left():
     assert torch.allclose(scale_noise(latent, unscale_noise(x, sigma=sigma), sigma=sigma), x, atol=1e-6)
     assert float(TABLE.percent_to_sigma(0)) == 1 and float(TABLE.percent_to_sigma(1)) == 0
     assert TABLE.percent_to_sigma(0.5) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(
+    ("latent", "spatial", "temporal", "shape"),
+    [
+        (torch.zeros(1, 16, 3, 8, 12), 2.0, 1.0, (1, 16, 3, 16, 24)),
+        (torch.zeros(1, 16, 6, 8, 12), 0.5, 0.5, (1, 16, 3, 4, 6)),
+        (torch.zeros(2, 16, 8, 12), 1.0, 2.0, (2, 16, 8, 12)),
+        (torch.ones(1, 16, 3, 8, 12), 2.0, 2.0, (1, 16, 3, 8, 12)),
+    ],
+)
+def test_only_an_empty_latent_of_another_vae_is_resized(latent, spatial, temporal, shape):
+    resized = sampling.resize_empty_latent(latent, spatial=spatial, temporal=temporal)
+    assert resized.shape == shape
+    assert torch.equal(resized, latent if latent.any() else torch.zeros(shape))

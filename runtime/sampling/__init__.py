@@ -1,6 +1,6 @@
 """Noise, schedules and samplers that give ComfyUI's numbers."""
 
-from .latents import fit_empty_latent, from_model_space, to_model_space
+from .latents import fit_empty_latent, from_model_space, resize_empty_latent, to_model_space
 from .loop import run_sampler
 from .noise import draw_noise
 from .samplers import SAMPLERS, Denoise, ReportStep
@@ -16,6 +16,7 @@ __all__ = [
     "fit_empty_latent",
     "from_model_space",
     "make_sigmas",
+    "resize_empty_latent",
     "run_sampler",
     "to_model_space",
 ]

@@ -32,6 +32,18 @@ def fit_empty_latent(latent: torch.Tensor, *, channels: int, dims: int) -> torch
     return latent
 
 
+def resize_empty_latent(latent: torch.Tensor, *, spatial: float, temporal: float) -> torch.Tensor:
+    """An empty latent made for another VAE in the size of this one's; a latent that holds a picture stays as it is.
+
+    `spatial` and `temporal` are the other VAE's downscale over this one's. KSampler does the same since ComfyUI 0.11.
+    """
+    if not is_empty(latent):
+        return latent
+    height, width = (round(size * spatial) for size in latent.shape[-2:])
+    frames = [max(1, round(latent.shape[2] * temporal))] if latent.ndim == 5 else []
+    return latent.new_zeros((*latent.shape[:2], *frames, height, width))
+
+
 def to_model_space(
     latent: torch.Tensor, *, mean: Sequence[float], std: Sequence[float], scale: float = 1.0
 ) -> torch.Tensor:
