@@ -284,7 +284,6 @@ class Report(Message):
 
 
 Event = Union[Welcome, Ready, Progress, Notice, Encoded, Sampled, Decoded, Finished, Stopped, Failed, Report]
-Terminal = Union[Encoded, Sampled, Decoded, Stopped, Failed]  # the events that end a job at the node
 
 _REQUEST = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
 _EVENT = TypeAdapter(Annotated[Event, Field(discriminator="kind")])
