@@ -40,8 +40,8 @@ def measure(*, size: int = SIZE_BYTES, rounds: int = ROUNDS) -> dict[str, Any]:
         try:
             peer, _ = listener.receive()
             copy = _Memcpy(size)
-            for _ in range(rounds + 2):  # the pool is warm once its segment has been made, and mapped
-                for way in WAYS:
+            for number in range(rounds + 2):  # the pool is warm once its segment has been made, and mapped
+                for way in WAYS[:: 1 - 2 * (number % 2)]:  # back and forth, so that no way always follows the same
                     seconds[way].append(copy() if way == "memcpy" else _one_way(listener, peer, mappings, way))
         finally:
             sender.kill()
