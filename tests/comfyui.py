@@ -108,10 +108,17 @@ class Run:
             time.sleep(0.02)
         return history[self.prompt_id]["outputs"]
 
+    def files(self, kind: str) -> dict[str, list[Path]]:
+        """Files of a kind ("images", "latents") that the prompt's output nodes wrote, by node."""
+        place = self.server.output
+        return {
+            node: [place / each["subfolder"] / each["filename"] for each in output.get(kind, ())]
+            for node, output in self.outputs().items()
+        }
+
     def images(self) -> list[Path]:
-        """Files that the prompt's output nodes wrote."""
-        listed = [image for output in self.outputs().values() for image in output.get("images", ())]
-        return [self.server.output / image["subfolder"] / image["filename"] for image in listed]
+        """Pictures that the prompt's output nodes wrote."""
+        return [path for paths in self.files("images").values() for path in paths]
 
     def seconds(self) -> dict[str, float]:
         """How long each node ran, by node id, in order."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.comfyui import PACK, ROOT, ComfyUI
-from tests.graphs import WORKFLOWS, template
+from tests.comfyui import PACK, ROOT, ComfyUI, Refused
+from tests.graphs import PLAN, WORKFLOWS, picture, template
 
 pytestmark = pytest.mark.comfy
 
@@ -32,7 +36,38 @@ OUTPUTS = {
     "OutriggerDecode": ["IMAGE"],
 }
 UI_ONLY = ("MarkdownNote",)
+STANDARD = ("sys",)
 TEMPLATES = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
+
+
+FINDS_TOUCHED = """
+import functools, importlib, sys
+import utils.install_util  # before nodes.py makes comfy/utils.py stand for it
+import comfy.options
+names, sys.argv = sys.argv[2:], sys.argv[:2]
+comfy.options.enable_args_parsing()
+def found(name):
+    module, _, attributes = name.partition(":")
+    return functools.reduce(getattr, attributes.split("."), importlib.import_module(module))
+missing = []
+for name in names:
+    try:
+        found(name)
+    except AttributeError:
+        missing.append(name)
+print(missing)
+"""
+
+
+def touched() -> list[str]:
+    """What `nodes/host.py` reads of ComfyUI's modules, as "module:attribute.attribute"."""
+    tree = ast.parse((ROOT / "nodes" / "host.py").read_text(encoding="utf-8"))
+    modules = [each.name for node in ast.walk(tree) if isinstance(node, ast.Import) for each in node.names]
+    chains = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    chains = {chain for chain in chains if re.fullmatch(r"[\w.]+", chain)}
+    found = [(m, c[len(m) + 1 :]) for c in chains for m in modules if c.startswith(f"{m}.") and m not in STANDARD]
+    assert len(found) > 10
+    return [f"{module}:{attributes}" for module, attributes in sorted(found)]
 
 
 def info(comfyui: ComfyUI, node: str) -> dict[str, Any]:
@@ -126,6 +161,30 @@ def test_stock_nodes_stand_in_for_ours(comfyui: ComfyUI):
     kinds = {entry["class_type"] for entry in template("stock_nodes").values()}
     assert {"CLIPTextEncode", "EmptyHunyuanLatentVideo", "VAEDecode", "SaveImage"} <= kinds
     assert kinds & set(NODE_INPUTS) == {"OutriggerLoadModel", "OutriggerParallelism", "OutriggerSampler"}
+
+
+def test_everything_internal_that_the_nodes_touch_is_there(comfyui_tree: Path):
+    run = subprocess.run(
+        [sys.executable, "-c", FINDS_TOUCHED, "--cpu", *touched()],
+        cwd=comfyui_tree, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert run.stdout.strip().splitlines()[-1:] == ["[]"], run.stdout + run.stderr
+
+
+def test_without_pyzmq_comfyui_shows_the_nodes_and_running_one_says_what_to_install(comfyui_tree: Path, tmp_path: Path):
+    (tmp_path / "hides").mkdir()
+    (tmp_path / "hides" / "zmq.py").write_text("raise ModuleNotFoundError('No module named zmq', name='zmq')")
+    paths = os.pathsep.join([str(tmp_path / "hides"), os.environ.get("PYTHONPATH", "")])
+    with ComfyUI(comfyui_tree, tmp_path, environment={"PYTHONPATH": paths}) as server:
+        assert set(NODE_INPUTS) <= set(server.get("/object_info"))
+        with pytest.raises(Refused) as refusal:
+            server.queue(picture())
+        assert "-m pip install -r" in refusal.value.details(PLAN)
+        model = {"class_type": "OutriggerLoadModel", "inputs": {"model": "tiny-shapes"}}
+        show = {"class_type": "PreviewAny", "inputs": {"source": ["1", 0]}}
+        error = server.run({"1": model, "2": show}).error
+    assert error["exception_type"] == "outrigger.MissingPackages"
+    assert "-m pip install -r" in error["exception_message"].splitlines()[0]
 
 
 def test_versions_agree():
