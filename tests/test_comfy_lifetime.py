@@ -82,6 +82,7 @@ def test_ranks_end_with_a_sidecar_that_is_killed(server: ComfyUI):
 def test_two_comfyui_run_side_by_side_each_with_its_own_sidecar(server: ComfyUI, comfyui: ComfyUI):
     runs = [server.queue(picture(SAMPLER={"seed": 71})), comfyui.queue(picture(SAMPLER={"seed": 71}))]
     assert [run.wait().end.kind for run in runs] == ["execution_success"] * 2
+    assert [len(run.of("preview")) for run in runs] == [0, 4]  # each as its ComfyUI was started
     first, second = ({process.pid for process in each.descendants()} for each in (server, comfyui))
     assert first and second and not first & second
     pictures = [run.images()[0].read_bytes() for run in runs]

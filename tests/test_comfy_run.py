@@ -44,6 +44,15 @@ def test_workflow_gives_a_picture_with_a_progress_event_and_a_preview_for_each_s
     assert all(event.data["image"][:2] == b"\xff\xd8" for event in previews)  # JPEG
 
 
+def test_prompt_may_ask_for_no_previews(comfyui: ComfyUI):
+    version = comfyui.get("/system_stats")["system"]["comfyui_version"]
+    if tuple(int(part) for part in version.split(".")[:2]) < (0, 5):
+        pytest.skip(f"ComfyUI {version} has one setting for all prompts")
+    run = comfyui.run(picture(SAMPLER={"seed": 5}), preview_method="none")
+    assert run.end.kind == "execution_success"
+    assert run.of("preview") == []
+
+
 def test_second_prompt_finds_the_model_loaded(comfyui: ComfyUI):
     comfyui.run(picture(SAMPLER={"seed": 11}))
     run = comfyui.run(picture(SAMPLER={"seed": 12}, POSITIVE={"text": "a green cross on a gray background"}))
