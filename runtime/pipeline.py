@@ -26,6 +26,7 @@ from .sampling import (
     fit_empty_latent,
     from_model_space,
     make_sigmas,
+    resize_empty_latent,
     run_sampler,
     to_model_space,
 )
