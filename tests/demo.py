@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comfyui import ROOT, ComfyUI, Event, Run
+from comfyui import PACK, ROOT, ComfyUI, Event, Run
 
 BASE = ROOT / "build" / "comfyui"
 OUTPUT = ROOT / "output"
@@ -48,7 +48,7 @@ def _arguments() -> tuple[str, ...]:
 
 
 def _serve(server: ComfyUI) -> int:
-    _say(f"open {server.url} - Workflow > Browse Templates > {ROOT.name} has the templates. Ctrl-C ends it.")
+    _say(f"open {server.url} - Workflow > Browse Templates > {PACK} has the templates. Ctrl-C ends it.")
     try:
         return server.process.wait()
     except KeyboardInterrupt:
