@@ -59,9 +59,19 @@ def picture_batch(random: np.random.Generator, count: int, size: int) -> Tensor:
 
 
 def clip_batch(random: np.random.Generator, count: int, size: int) -> Tensor:
-    """Drawn clips, (count, 3, FRAMES, size, size) from -1 to 1; one in four stands still."""
-    scenes = [random_scene(random, moving=random.random() < 0.75) for _ in range(count)]
-    return to_tensor(np.stack([draw_clip(scene, FRAMES, size) for scene in scenes]))
+    """Drawn clips, (count, 3, FRAMES, size, size) from -1 to 1; one in four stands still.
+
+    Three in four of the small ones are cut from native renders, where motion has its native speed.
+    """
+
+    def one() -> np.ndarray:
+        scene = random_scene(random, moving=random.random() < 0.75)
+        if size == SIZE or random.random() < 0.25:
+            return draw_clip(scene, FRAMES, size)
+        top, left = random.integers(SIZE - size + 1, size=2)
+        return draw_clip(scene)[:, top : top + size, left : left + size]
+
+    return to_tensor(np.stack([one() for _ in range(count)]))
 
 
 def preview(latent: Tensor) -> Tensor:
@@ -128,13 +138,25 @@ def refine_time(autoencoder: AutoencoderKLWan, checkpoint: Path, minutes: float,
 
     The transformer can learn from pictures at the same time: their latents stay valid.
     """
-    random = np.random.default_rng(6)
     hold_picture_latents(autoencoder)
+    _refine(autoencoder, checkpoint, minutes, report)
+
+
+def refine_decoder(autoencoder: AutoencoderKLWan, checkpoint: Path, minutes: float, report: Progress = print) -> None:
+    """Train the decoder on for `minutes`, mostly on clips. No latent changes."""
+    autoencoder.requires_grad_(False)
+    for module in (autoencoder.decoder, autoencoder.post_quant_conv):
+        module.requires_grad_(True)
+    _refine(autoencoder, checkpoint, minutes, report)
+
+
+def _refine(autoencoder: AutoencoderKLWan, checkpoint: Path, minutes: float, report: Progress) -> None:
+    random = np.random.default_rng(6)
     parameters = [parameter for parameter in autoencoder.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=LEARNING_RATE / 2, betas=(0.9, 0.98))
 
     def draw_batch(step: int, progress: float) -> Tensor:
-        return picture_batch(random, 8, 64) if step % 4 == 0 else clip_batch(random, 2, 64)
+        return picture_batch(random, 8, 64) if step % 5 == 0 else clip_batch(random, 2, 80)
 
     _train(autoencoder, optimizer, draw_batch, stated_statistics(autoencoder), checkpoint, minutes, report)
 

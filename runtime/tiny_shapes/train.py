@@ -12,7 +12,7 @@ import torch
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 
 from .autoencoder import build_autoencoder
-from .autoencoder_training import refine_time, train_autoencoder
+from .autoencoder_training import refine_decoder, refine_time, train_autoencoder
 from .dataset import make_clips, make_pictures
 from .denoiser import PromptCache, train_transformer
 from .sampling import SHIFT
@@ -68,8 +68,9 @@ def main() -> None:
         minutes["vae"] = options.minutes * AUTOENCODER_SHARE
         minutes["transformer"] = options.minutes - minutes["vae"]
     if options.stage in ("all", "vae"):
-        trained = train_autoencoder(options.out / AUTOENCODER, minutes["vae"] * 0.6, report)
-        refine_time(trained, options.out / AUTOENCODER, minutes["vae"] * 0.4, report)
+        trained = train_autoencoder(options.out / AUTOENCODER, minutes["vae"] * 0.5, report)
+        refine_time(trained, options.out / AUTOENCODER, minutes["vae"] * 0.25, report)
+        refine_decoder(trained, options.out / AUTOENCODER, minutes["vae"] * 0.25, report)
     autoencoder = load_state(options.out / AUTOENCODER, build_autoencoder())
     if options.stage in ("all", "transformer"):
         report(f"encoding {PICTURES} pictures and {CLIPS} clips")
