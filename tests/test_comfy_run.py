@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from PIL import Image
 
+from runtime.tiny_shapes import check
 from tests.comfyui import ComfyUI, Run
 from tests.graphs import DECODE, MODEL, NEGATIVE, POSITIVE, SAMPLER, picture, slow, template
 
@@ -22,6 +25,12 @@ ONE_STEP_MORE = 0.5
 def loads(run: Run) -> list[str]:
     """The lines that a node shows while the model is loaded."""
     return [text for text in run.texts() if text.startswith(("starting", "loading"))]
+
+
+def pixels(path: Path) -> np.ndarray:
+    """`(H, W, 3)` from 0 to 1."""
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB"), dtype=np.float32) / 255
 
 
 def step_seconds(run: Run) -> float:
@@ -68,11 +77,16 @@ def test_short_prompt_with_nothing_but_what_is_required_is_enough(comfyui: Comfy
     assert comfyui.run(prompt).end.kind == "execution_success"
 
 
-def test_video_workflow_writes_a_file_for_each_frame(comfyui: ComfyUI):
-    prompt = template("text_to_video")
-    prompt[SAMPLER]["inputs"]["steps"] = 2
-    run = comfyui.run(prompt)
-    assert len(run.images()) == 9
+def test_template_draws_what_its_prompt_says(comfyui: ComfyUI):
+    (path,) = comfyui.run(template("text_to_image")).images()
+    assert check.inspect(pixels(path)) == ("red", "circle", "white")
+
+
+def test_video_template_writes_nine_frames_in_which_the_shape_moves(comfyui: ComfyUI):
+    frames = [pixels(path) for path in comfyui.run(template("text_to_video")).images()]
+    assert len(frames) == 9
+    assert [check.inspect(frame)[0::2] for frame in (frames[0], frames[-1])] == [("blue", "black")] * 2
+    assert check.centre_of(frames[-1])[0] > check.centre_of(frames[0])[0] + 0.05
 
 
 def test_warm_prompt_adds_little_to_the_sampling_itself(comfyui: ComfyUI):
