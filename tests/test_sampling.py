@@ -96,7 +96,7 @@ def test_cancel_ends_the_sampling_at_its_step(sampler_name):
 
 
 def test_uni_pc_refuses_more_steps_than_the_schedule_has():
-    with pytest.raises(ValueError, match="uni_pc cannot take 1500 steps.*use fewer"):
+    with pytest.raises(ValueError, match=r"uni_pc cannot take 1500 steps.*use fewer"):
         run("uni_pc", denoise=lambda x, sigma: x, steps=1500)
 
 
