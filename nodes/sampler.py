@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from comfy_api.latest import io
@@ -90,7 +89,7 @@ class OutriggerSampler(io.ComfyNode):
             model,
             widgets,
             positive=convert.to_conditioning(positive, "positive"),
-            negative=_negative(model, negative, cfg, display),
+            negative=_negative(model, negative, widgets.needs_negative, display),
             latent=convert.to_latent(latent_image, "latent_image"),
             batch_index=convert.batch_index(latent_image),
             downscale=convert.downscale(latent_image),
@@ -135,10 +134,10 @@ def _noise_and_steps() -> list[io.Input]:
     ]  # fmt: skip
 
 
-def _negative(model: Any, negative: Any, cfg: float, display: NodeDisplay) -> tuple:
-    """The negative prompt; where none is connected and guidance needs one, the model's own empty prompt."""
+def _negative(model: Any, negative: Any, needed: bool, display: NodeDisplay) -> tuple:
+    """The negative prompt; where none is connected and sampling needs one, the model's own empty prompt."""
     if negative is not None:
         return convert.to_conditioning(negative, "negative")
-    if math.isclose(cfg, 1.0):
+    if not needed:
         return ()
     return (session.encode_text(model, "", display),)

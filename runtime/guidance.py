@@ -20,7 +20,7 @@ class Denoiser:
     """`(x, sigma) -> denoised` with guidance, for `x` of `batch` items; every rank of the axis gets the same result.
 
     A branch is one conditioning, or several whose predictions are averaged. `negative` may be empty; then, and at cfg 1,
-    only the positive branch is evaluated. With a `group` of two, its first rank takes the positive branch and its second
+    only the positive branch is evaluated; `keep_negative` is for samplers that ask for the negative one at cfg 1. With a `group` of two, its first rank takes the positive branch and its second
     the negative one, so that prompts may differ in length; without a negative branch both evaluate the positive one.
     """
 
@@ -33,9 +33,11 @@ class Denoiser:
         cfg: float,
         batch: int,
         group: dist.ProcessGroup | None = None,
+        keep_negative: bool = False,
     ) -> None:
         self._predict, self._cfg = predict, cfg
-        branches = [positive] if math.isclose(cfg, 1.0) or not negative else [positive, negative]
+        both = bool(negative) and (keep_negative or not math.isclose(cfg, 1.0))
+        branches = [positive, negative] if both else [positive]
         self._group = group if len(branches) > 1 else None
         if self._group is not None:
             branches = [branches[dist.get_rank(group)]]
@@ -44,13 +46,17 @@ class Denoiser:
 
     def __call__(self, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         """The guided prediction at `sigma`."""
+        return self.both(x, sigma)[0]
+
+    def both(self, x: torch.Tensor, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The guided prediction and the negative one; without a negative branch the positive one stands for both."""
         predicted = self._branches(x, sigma)
         if self._group is not None:
             predicted = list(all_gather(predicted[0], self._group))
         if len(predicted) == 1:
-            return predicted[0]
+            return predicted[0], predicted[0]
         positive, negative = predicted
-        return negative + (positive - negative) * self._cfg
+        return negative + (positive - negative) * self._cfg, negative
 
     def _branches(self, x: torch.Tensor, sigma: torch.Tensor) -> list[torch.Tensor]:
         """The prediction of each branch that this rank evaluates."""

@@ -12,6 +12,7 @@ from .checkpoint import load_transformer
 from .encoders.text import TextEncoder
 from .encoders.vae import VideoDecoder
 from .errors import Refused
+from .families.spec import LatentFormat
 from .guidance import Denoiser
 from .inspection import ModelFacts, inspect_model
 from .mesh import Mesh
@@ -20,8 +21,8 @@ from .previews import preview_image
 from .progress import ReportProgress
 from .protocol import Conditioning, Sample
 from .sampling import (
+    SAMPLERS,
     FlowTable,
-    ReportStep,
     draw_noise,
     fit_empty_latent,
     from_model_space,
@@ -79,10 +80,11 @@ class Pipeline:
             spatial=(request.downscale[0] or form.spatial) / form.spatial,
             temporal=(request.downscale[1] or form.temporal) / form.temporal,
         )
+        table = FlowTable(shift=self._family.shift)
         sigmas = make_sigmas(
             settings.scheduler,
             settings.steps,
-            table=FlowTable(shift=self._family.shift),
+            table=table,
             sampler_name=settings.sampler_name,
             denoise=settings.denoise,
         )
@@ -90,15 +92,18 @@ class Pipeline:
             return latent
         noise = draw_noise(latent.shape, seed=settings.seed, batch_index=request.batch_index)
         latent = to_model_space(latent.to(self._mesh.device), mean=form.mean, std=form.std)
+        reporter = self._step_reporter(request, progress)
         x = run_sampler(
             self._denoiser(request, batch=noise.shape[0]),
             noise.to(self._mesh.device),
             latent,
             sigmas,
+            table=table,
             sampler_name=settings.sampler_name,
             seed=settings.seed,
             cpu_noise_offset=request.cpu_noise_offset,
-            progress=self._step_reporter(request, progress),
+            progress=reporter,
+            check=reporter.check,
         )
         return from_model_space(x, mean=form.mean, std=form.std).cpu()
 
@@ -119,6 +124,7 @@ class Pipeline:
             cfg=request.settings.cfg,
             batch=batch,
             group=self._mesh.group("cfg"),
+            keep_negative=SAMPLERS[request.settings.sampler_name].negative,
         )
 
     def _placed(self, conditioning: Conditioning) -> Conditioning:
@@ -131,14 +137,9 @@ class Pipeline:
             )
         return Conditioning(embedding=conditioning.embedding.to(self._mesh.device, self._dtype))
 
-    def _step_reporter(self, request: Sample, progress: ReportProgress) -> ReportStep:
+    def _step_reporter(self, request: Sample, progress: ReportProgress) -> StepReporter:
         wanted = request.preview and self._mesh.rank == 0
-
-        def report(step: int, total: int, denoised: torch.Tensor) -> None:
-            preview = preview_image(denoised, self._family.latent) if wanted else None
-            progress(SAMPLING, step, total, preview=preview)
-
-        return report
+        return StepReporter(progress, preview_of=self._family.latent if wanted else None)
 
     def _load_text_encoder(self) -> TextEncoder:
         folder, tokenizer = self._facts.text_encoder, self._facts.tokenizer
@@ -162,6 +163,23 @@ class Pipeline:
                 f"{self._facts.name} comes without a VAE: use a VAE Loader and VAE Decode, or choose a VAE in Load Model"
             )
         return VideoDecoder.load(path, device=self._mesh.device)
+
+
+class StepReporter:
+    """The steps of a sampler as progress of the job, with a preview where a latent form is given."""
+
+    def __init__(self, progress: ReportProgress, *, preview_of: LatentFormat | None) -> None:
+        self._progress, self._form = progress, preview_of
+        self._step, self._total = 0, 1
+
+    def __call__(self, step: int, total: int, denoised: torch.Tensor) -> None:
+        self._step, self._total = step, total
+        preview = None if self._form is None else preview_image(denoised, self._form)
+        self._progress(SAMPLING, step, total, preview=preview)
+
+    def check(self) -> None:
+        """Stand at the step last told, between two model calls of it; the job may be cancelled here too."""
+        self._progress(SAMPLING, self._step, self._total)
 
 
 def _dtype(settings: ModelSettings, mesh: Mesh) -> torch.dtype:

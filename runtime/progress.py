@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class ReportProgress(Protocol):
-    """Called at every point where a job may be cancelled.
+    """Called at every point where a job may be cancelled; with the same step again, where a step has several such points.
 
     `preview` is `(H, W, 3)` uint8. `together`: every rank makes this same call, so that they can agree to stop; False: this
     rank alone makes it. Raises `errors.Cancelled` when the job is to stop.

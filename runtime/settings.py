@@ -16,8 +16,19 @@ TINY_SHAPES = "tiny-shapes"
 FROM_MODEL = "from model"
 """Choice of a component that comes with the model itself."""
 
-SAMPLER_NAMES = ("euler", "euler_ancestral", "dpmpp_2m", "uni_pc")
-SCHEDULER_NAMES = ("simple", "sgm_uniform", "beta", "normal")
+SAMPLER_NAMES = (
+    "euler", "euler_cfg_pp", "euler_ancestral", "euler_ancestral_cfg_pp", "heun", "heunpp2", "exp_heun_2_x0",
+    "exp_heun_2_x0_sde", "dpm_2", "dpm_2_ancestral", "lms", "dpm_fast", "dpm_adaptive", "dpmpp_2s_ancestral",
+    "dpmpp_2s_ancestral_cfg_pp", "dpmpp_sde", "dpmpp_sde_gpu", "dpmpp_2m", "dpmpp_2m_cfg_pp", "dpmpp_2m_sde",
+    "dpmpp_2m_sde_gpu", "dpmpp_2m_sde_heun", "dpmpp_2m_sde_heun_gpu", "dpmpp_3m_sde", "dpmpp_3m_sde_gpu", "ddpm",
+    "lcm", "ipndm", "ipndm_v", "deis", "res_multistep", "res_multistep_cfg_pp", "res_multistep_ancestral",
+    "res_multistep_ancestral_cfg_pp", "gradient_estimation", "gradient_estimation_cfg_pp", "er_sde", "seeds_2",
+    "seeds_3", "sa_solver", "sa_solver_pece", "ddim", "uni_pc", "uni_pc_bh2",
+)  # fmt: skip
+SCHEDULER_NAMES = (
+    "simple", "sgm_uniform", "karras", "exponential", "ddim_uniform", "beta", "normal", "linear_quadratic", "kl_optimal",
+)  # fmt: skip
+"""Both in ComfyUI's order."""
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 QUANT_KINDS = ("none",)
 
@@ -120,6 +131,11 @@ class SampleSettings(Settings):
     sampler_name: str = "euler"
     scheduler: str = "simple"
     denoise: float = Field(default=1.0, ge=0.0, le=1.0, allow_inf_nan=False)
+
+    @property
+    def needs_negative(self) -> bool:
+        """Whether the negative prompt is evaluated: at cfg 1 only by the CFG++ samplers."""
+        return not math.isclose(self.cfg, 1.0) or self.sampler_name.endswith("_cfg_pp")
 
     @field_validator("sampler_name")
     @classmethod

@@ -56,7 +56,7 @@ class Reporter:
     def __init__(self, worker: Worker, job: str) -> None:
         self.stage, self.step = "", None
         self._worker, self._job = worker, job
-        self._sent_stage, self._sent_at = "", 0.0
+        self._sent_stage, self._sent_step, self._sent_at = "", -1, 0.0
 
     def __call__(
         self, stage: str, step: int, total: int, *, preview: torch.Tensor | None = None, together: bool = True
@@ -65,13 +65,15 @@ class Reporter:
         self.stage, self.step = stage, step
         first_rank = self._worker.settings.rank == 0
         if first_rank and (preview is not None or self._is_due(stage, step, total)):
-            self._sent_stage, self._sent_at = stage, time.monotonic()
+            self._sent_stage, self._sent_step, self._sent_at = stage, step, time.monotonic()
             self._worker.send(Progress(job=self._job, stage=stage, step=step, total=total, preview=preview))
         stop = first_rank and self._worker.cancel_came(self._job)
         if self._worker.mesh.agree(int(stop)) if together else stop:
             raise Cancelled
 
     def _is_due(self, stage: str, step: int, total: int) -> bool:
+        if (stage, step) == (self._sent_stage, self._sent_step):
+            return False
         if total <= MANY_STEPS or step >= total or stage != self._sent_stage:
             return True
         return time.monotonic() - self._sent_at >= PROGRESS_SECONDS

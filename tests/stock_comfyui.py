@@ -86,6 +86,8 @@ def sampled(case: dict, inputs: dict[str, torch.Tensor], models: dict) -> torch.
     """What the KSampler node returns. `latent`, `positive` and `negative` name inputs."""
     import nodes
 
+    if case["sampler_name"] not in nodes.KSampler.INPUT_TYPES()["required"]["sampler_name"][0]:
+        raise ValueError("this ComfyUI does not have it")  # KSampler would run another
     model = models.setdefault(case["model"], None) or load_model(case["model"])
     models[case["model"]] = model
     latent = {"samples": inputs[case["latent"]].clone()}
@@ -104,6 +106,11 @@ def step_seed_offset() -> torch.Tensor:
     return torch.tensor(int(not torch.equal(drawn, torch.randn(4, generator=torch.Generator().manual_seed(0)))))
 
 
+def as_bytes(text: str) -> torch.Tensor:
+    """A text as safetensors takes it."""
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
 def main(request_path: str, inputs_path: str, results_path: str) -> None:
     sys.path[0] = os.environ["COMFYUI_PATH"]
     import comfy.options
@@ -115,7 +122,10 @@ def main(request_path: str, inputs_path: str, results_path: str) -> None:
     for kind, compute in {"sigmas": sigmas, "noise": noise}.items():
         results |= {f"{kind}.{number}": compute(case) for number, case in enumerate(request.get(kind, []))}
     for number, case in enumerate(request.get("samples", [])):
-        results[f"samples.{number}"] = sampled(case, inputs, models)
+        try:
+            results[f"samples.{number}"] = sampled(case, inputs, models)
+        except Exception as error:
+            results[f"errors.{number}"] = as_bytes(f"{type(error).__name__}: {error}")
     save_file({name: tensor.contiguous() for name, tensor in results.items()}, results_path)
 
 

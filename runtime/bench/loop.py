@@ -50,13 +50,14 @@ def _step_seconds(sampler_name: str) -> float:
     """Median over rounds of the time one step takes."""
     predict = Predictor(Stub(), WAN, dtype=torch.float32)
     prompt = Conditioning(embedding=torch.randn(1, WAN.text_length, WAN.tiny["text_dim"]))
-    sigmas = make_sigmas("simple", STEPS, table=FlowTable(shift=WAN.shift), sampler_name=sampler_name)
+    table = FlowTable(shift=WAN.shift)
+    sigmas = make_sigmas("simple", STEPS, table=table, sampler_name=sampler_name)
     noise, latent = draw_noise(LATENT, seed=0), torch.zeros(LATENT)
 
     def one_round() -> float:
         started = time.perf_counter()
         denoise = Denoiser(predict, [prompt], [prompt], cfg=CFG, batch=LATENT[0])
-        run_sampler(denoise, noise, latent, sigmas, sampler_name=sampler_name, seed=0, progress=_report)
+        run_sampler(denoise, noise, latent, sigmas, table=table, sampler_name=sampler_name, seed=0, progress=_report)
         return (time.perf_counter() - started) / (len(sigmas) - 1)
 
     one_round()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .latents import scale_noise, unscale_noise
-from .noise import step_noise
 from .samplers import SAMPLERS, Denoise, ReportStep
+from .schedules import FlowTable
+
+NEARLY_START = 1e-4
+"""The part of the way at which samplers start that cannot at sigma 1."""
 
 
 def run_sampler(
@@ -15,21 +20,54 @@ def run_sampler(
     latent: torch.Tensor,
     sigmas: torch.Tensor,
     *,
+    table: FlowTable,
     sampler_name: str,
     seed: int,
     progress: ReportStep,
+    check: Callable[[], object] = lambda: None,
     cpu_noise_offset: int = 1,
 ) -> torch.Tensor:
     """Noise the latent to `sigmas[0]`, run the sampler, undo the scaling of the last sigma. All in model space.
 
     `sigmas` comes from `schedules.make_sigmas` (on the CPU, at least two) and is left as it is. `noise` and `latent`
-    lie on the model's device. `seed` and `cpu_noise_offset` are for the
-    samplers that draw noise between steps; see `noise.step_noise`.
+    lie on the model's device. `seed` and `cpu_noise_offset` are for the samplers that draw noise between steps; see
+    `noise.step_noise`. Between two model calls of one step `check` is called: what it raises ends the sampling.
     """
     sampler = SAMPLERS[sampler_name]
     if sigmas[-1] == 0:
         sigmas = torch.cat([sigmas[:-1], sigmas.new_tensor([sampler.end_sigma])])
     x = scale_noise(noise, latent, sigma=sigmas[0])
-    between = step_noise(x, seed=seed, cpu_offset=cpu_noise_offset)
-    x = sampler.loop(denoise, x, sigmas, progress=progress, noise=between)
-    return unscale_noise(x, sigma=sigmas[-1])
+    between = sampler.make_noise(x, sigmas, seed=seed, cpu_offset=cpu_noise_offset)
+    end = sigmas[-1]
+    if sampler.starts_below_1 and sigmas[0] >= 1:
+        sigmas = torch.cat([sigmas.new_tensor([table.percent_to_sigma(NEARLY_START)]), sigmas[1:]])
+    knobs = {name: table.percent_to_sigma(percent) for name, percent in sampler.percents.items()}
+    watched = _Watched(denoise, progress, check)
+    x = sampler.loop(watched, x, sigmas, progress=watched.report, noise=between, **knobs)
+    return unscale_noise(x, sigma=end)
+
+
+class _Watched:
+    """A `denoise` that sees to it that every two model calls have a `progress` or a `check` between them."""
+
+    def __init__(self, denoise: Denoise, progress: ReportStep, check: Callable[[], object]) -> None:
+        self._denoise, self._progress, self._check = denoise, progress, check
+        self._called = False
+
+    def __call__(self, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        self._before_call()
+        return self._denoise(x, sigma)
+
+    def both(self, x: torch.Tensor, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._before_call()
+        return self._denoise.both(x, sigma)
+
+    def report(self, step: int, total: int, denoised: torch.Tensor) -> None:
+        """Pass a step on."""
+        self._called = False
+        self._progress(step, total, denoised)
+
+    def _before_call(self) -> None:
+        if self._called:
+            self._check()
+        self._called = True

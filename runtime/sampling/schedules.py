@@ -77,8 +77,64 @@ def beta(table: FlowTable, steps: int, *, alpha: float = 0.6, beta: float = 0.6)
     return _with_zero(table.sigmas[list(dict.fromkeys(indices))])
 
 
+def karras(table: FlowTable, steps: int) -> torch.Tensor:
+    """Even distances in the seventh root of sigma (Karras et al. 2022, arXiv:2206.00364, equation 5)."""
+    highest, lowest = (float(table.sigmas[end]) ** (1 / 7) for end in (-1, 0))
+    return _with_zero((highest + torch.linspace(0, 1, steps) * (lowest - highest)) ** 7)
+
+
+def exponential(table: FlowTable, steps: int) -> torch.Tensor:
+    """Even distances in log(sigma)."""
+    highest, lowest = (math.log(float(table.sigmas[end])) for end in (-1, 0))
+    return _with_zero(torch.linspace(highest, lowest, steps).exp())
+
+
+def ddim_uniform(table: FlowTable, steps: int) -> torch.Tensor:
+    """Every so many entries of the table, counted from its second one up; the first sigma is below the highest.
+
+    It has `steps` or more steps. A second entry that is nearly 0 stands for zero.
+    """
+    is_zero = math.isclose(float(table.sigmas[1]), 0, abs_tol=0.00001)
+    stride = max(len(table.sigmas) // (steps + is_zero), 1)
+    sigmas = table.sigmas[1::stride].flip(0)
+    return sigmas if is_zero else _with_zero(sigmas)
+
+
+def linear_quadratic(table: FlowTable, steps: int, *, threshold: float = 0.025) -> torch.Tensor:
+    """Half of the steps for the first 1/40 of the way, evenly; the others in strides that grow (Genmo's Mochi)."""
+    if steps == 1:
+        return torch.tensor([1.0, 0.0]) * table.sigmas[-1]
+    linear = steps // 2
+    quadratic = steps - linear
+    left = linear - threshold * steps
+    bend = left / (linear * quadratic**2)
+    slope = threshold / linear - 2 * left / quadratic**2
+    start = [step * threshold / linear for step in range(linear)]
+    end = [bend * step**2 + slope * step + bend * linear**2 for step in range(linear, steps)]
+    return torch.tensor([1.0 - done for done in (*start, *end, 1.0)]) * table.sigmas[-1]
+
+
+def kl_optimal(table: FlowTable, steps: int) -> torch.Tensor:
+    """Even distances in the arctangent of sigma (Sabour et al. 2024, arXiv:2404.14507). Raises `ValueError` for one step."""
+    if steps == 1:
+        raise ValueError("the kl_optimal schedule takes 2 steps or more: raise steps, or choose another scheduler")
+    highest, lowest = (math.atan(float(table.sigmas[end])) for end in (-1, 0))
+    places = torch.arange(steps) / (steps - 1)
+    return _with_zero((places * lowest + (1 - places) * highest).tan())
+
+
 Schedule = Callable[[FlowTable, int], torch.Tensor]
-SCHEDULERS: dict[str, Schedule] = {"simple": simple, "sgm_uniform": sgm_uniform, "beta": beta, "normal": normal}
+SCHEDULERS: dict[str, Schedule] = {
+    "simple": simple,
+    "sgm_uniform": sgm_uniform,
+    "karras": karras,
+    "exponential": exponential,
+    "ddim_uniform": ddim_uniform,
+    "beta": beta,
+    "normal": normal,
+    "linear_quadratic": linear_quadratic,
+    "kl_optimal": kl_optimal,
+}
 
 
 def make_sigmas(
