@@ -72,14 +72,15 @@ def dpm_adaptive(denoise: Denoise, x: Tensor, sigmas: Tensor, *, progress: Repor
     """DPM-Solver-23: the step's length follows from the difference between the results of order 2 and 3.
 
     Only the ends of the schedule are used, and it stops at the last sigma above 0. Its steps are as many as it takes: what
-    is reported is the part of the way that is done, in steps of the schedule.
+    is reported is the part of the way that the step leads to, in steps of the schedule.
     """
     time, end = _ends(sigmas)
-    start, total, stride, smooth = time, len(sigmas) - 1, FIRST_STRIDE, x
+    start, total, done, stride, smooth = time, len(sigmas) - 1, 1, FIRST_STRIDE, x
     while time < end - 1e-5:
         following = torch.minimum(end, time + stride)
         denoised = denoise(x, _sigma(time))
-        progress(min(total, 1 + int(total * (time - start) / (end - start))), total, denoised)
+        done = max(done, int(total * (following - start) / (end - start)))
+        progress(done, total, denoised)
         solvers = _solvers(denoise, x, time, following, denoised, first=1 / 3)
         low, high = solvers[2](), solvers[3]()
         allowed = torch.clamp(RELATIVE_TOLERANCE * torch.maximum(low.abs(), smooth.abs()), min=ABSOLUTE_TOLERANCE)
