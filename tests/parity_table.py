@@ -18,9 +18,14 @@ from runtime.settings import SAMPLER_NAMES, SCHEDULER_NAMES
 from tests.stock import ask_comfyui, comfyui_path, relative_error
 from tests.test_same_picture import INPUTS, PLAIN, SIDES, Model, random_model, sample
 
-LIMIT, WIDER_LIMIT = 1e-4, 2e-3
-WIDER: dict[str, str] = {}
-"""Samplers held to the wider limit, and why."""
+LIMIT = 1e-4
+NOTES = """\
+Limit: 1e-4. Above 1e-5 are lms, ipndm_v and deis, whose weights for the slopes of earlier steps are large and nearly
+cancel, so that they enlarge the rounding of the model itself, and dpm_adaptive, whose steps follow from differences.
+
+With a single step there is one schedule less: kl_optimal then divides by zero. KSampler gives NaN, or an error with the
+samplers that use Brownian noise; Outrigger refuses, and says to raise the steps.
+"""
 
 Cell = tuple[str, str]
 CELLS: tuple[Cell, ...] = tuple(product(SAMPLER_NAMES, SCHEDULER_NAMES))
@@ -39,20 +44,15 @@ class Outcome:
         return self.stock if self.error is None else f"{self.error:.0e}" if self.error else "0"
 
 
-def limit(sampler_name: str) -> float:
-    """What the error of a sampler's cells must not pass."""
-    return WIDER_LIMIT if sampler_name in WIDER else LIMIT
-
-
 def measure(cells: Iterable[Cell], folder: Path, **changed: object) -> dict[Cell, Outcome]:
     """The outcome of each cell; `changed` are other widgets."""
-    cells, model, offset = list(cells), random_model(folder), 0
+    cells, model = list(cells), random_model(folder)
     cases = [WIDGETS | changed | {"sampler_name": name, "scheduler": scheduler} for name, scheduler in cells]
     for_stock = {"model": str(model.checkpoint)} | {side: f"random-{side}" for side in SIDES}
     inputs = INPUTS | {f"random-{side}": getattr(model, side) for side in SIDES}
     stock = ask_comfyui(folder, inputs=inputs, samples=[case | for_stock for case in cases])
     offset = int(stock["step_seed_offset"])
-    return {cell: outcome(model, case, stock, number, offset) for number, (cell, case) in enumerate(zip(cells, cases))}
+    return {cell: outcome(model, cases[number], stock, number, offset) for number, cell in enumerate(cells)}
 
 
 def outcome(model: Model, case: dict, stock: dict[str, torch.Tensor], number: int, offset: int) -> Outcome:
@@ -88,14 +88,12 @@ def described(found: dict[Cell, Outcome]) -> str:
         row = [found[name, scheduler] for scheduler in SCHEDULER_NAMES]
         missing = all(each.stock.endswith("does not have it") for each in row)
         lines.append(f"| {name} | " + " | ".join("not there" if missing else str(each) for each in row) + " |")
-    lines += ["", f"Limit: {LIMIT:.0e}" + (f", and {WIDER_LIMIT:.0e} for:" if WIDER else "."), ""]
-    lines += [f"- {name}: {reason}" for name, reason in WIDER.items()]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", NOTES])
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        sys.stdout.write(described(measure(CELLS, Path(folder))) + "\n")
+        sys.stdout.write(described(measure(CELLS, Path(folder))))
 
 
 if __name__ == "__main__":

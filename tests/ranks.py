@@ -41,6 +41,7 @@ class Case:
     cfg: float = 5.0
     steps: int = 3
     sampler: str = "euler"
+    scheduler: str = "simple"
     model: str = "random:wan"
     dtype: str = "auto"
     degrees: dict[str, int] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class Case:
     def __str__(self) -> str:
         degrees = " ".join(f"{axis}{degree}" for axis, degree in self.degrees.items())
         shape = "x".join(map(str, self.latent))
-        return f"{degrees} {shape} cfg{self.cfg:g} prompts{self.prompts} {self.sampler}"
+        return f"{degrees} {shape} cfg{self.cfg:g} prompts{self.prompts} {self.sampler} {self.scheduler}"
 
 
 def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
@@ -65,7 +66,9 @@ def sample_request(case: Case) -> Sample:
     return Sample(
         job="test",
         model=ModelSettings(model=case.model, dtype=case.dtype),
-        settings=SampleSettings(steps=case.steps, cfg=case.cfg, sampler_name=case.sampler, seed=7),
+        settings=SampleSettings(
+            steps=case.steps, cfg=case.cfg, sampler_name=case.sampler, scheduler=case.scheduler, seed=7
+        ),
         positive=(positive,),
         negative=(negative,),
         latent=torch.zeros(case.latent),

@@ -20,7 +20,7 @@ SIGMAS = [
     {"scheduler": scheduler, "steps": steps, "shift": shift, "sampler_name": sampler_name, "denoise": denoise}
     for scheduler, steps, shift, (sampler_name, denoise) in product(
         SCHEDULER_NAMES,
-        (1, 2, 3, 4, 6, 7, 13, 20, 33, 50, 100, 250, 999, 1000, 1500),
+        (1, 2, 3, 4, 6, 7, 13, 20, 33, 100, 250, 999, 1000, 1500),
         SHIFTS,
         (("euler", 1.0), ("euler", 0.99995), ("uni_pc", 1.0), ("euler", 0.7), ("uni_pc", 0.3), ("euler", 0.0)),
     )
@@ -54,32 +54,46 @@ INPUTS = {
     "four_dims": torch.zeros(1, 4, 5, 6),
     "prompt": torch.zeros(1, 4, 8),
 }
-SAMPLES = [
+STARTS = ((1.0, "empty"), (0.7, "picture"), (0.3, "picture"))
+"""denoise, and the latent."""
+WHOLE = [
     {"sampler_name": sampler_name, "scheduler": scheduler, "steps": steps, "denoise": denoise, "latent": latent}
     for sampler_name, scheduler, steps, (denoise, latent) in product(
-        SAMPLER_NAMES,
-        SCHEDULER_NAMES,
-        (1, 2, 3, 6, 20),
-        ((1.0, "empty"), (1.0, "picture"), (0.7, "picture"), (0.3, "picture"), (1.0, "four_dims"), (0.0, "four_dims")),
+        SAMPLER_NAMES, SCHEDULER_NAMES, (1, 2, 6, 20), STARTS
     )
 ]
+SOME = [case for case in WHOLE[::13] if case["steps"] < 20]
+"""Steps, denoise and schedule differ from one to the next: 13 goes into none of their counts."""
+EDGES = [
+    {"sampler_name": sampler_name, "scheduler": "simple", "steps": steps, "denoise": denoise, "latent": latent}
+    for sampler_name in ("euler", "euler_ancestral", "dpmpp_2m", "uni_pc", "dpmpp_sde", "sa_solver")
+    for steps, denoise, latent in ((3, 1.0, "four_dims"), (3, 0.0, "four_dims"), (3, 1.0, "picture"))
+]
+LIMIT = 1e-6
+
+
+def ask(folder, samples: list[dict], **more: list[dict]) -> dict[str, torch.Tensor]:
+    """ComfyUI's results for these samples, all with the same seed and model."""
+    fixed = {"model": ANALYTIC, "seed": 11, "cfg": 1.0, "positive": "prompt", "negative": "prompt"}
+    return ask_comfyui(folder, inputs=INPUTS, samples=[fixed | case for case in samples], **more)
 
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
-    """One run of ComfyUI for every test of this file."""
-    fixed = {"model": ANALYTIC, "seed": 11, "cfg": 1.0, "positive": "prompt", "negative": "prompt"}
-    samples = [fixed | case for case in SAMPLES]
-    folder = tmp_path_factory.mktemp("stock")
-    return ask_comfyui(folder, inputs=INPUTS, sigmas=SIGMAS, noise=NOISE, samples=samples)
+    """One run of ComfyUI for every test of this file but the last."""
+    return ask(tmp_path_factory.mktemp("stock"), [*SOME, *EDGES], sigmas=SIGMAS, noise=NOISE)
 
 
 def test_sigmas_are_comfyuis_to_the_bit(stock):
     for number, case in enumerate(SIGMAS):
         names = {name: case[name] for name in ("sampler_name", "denoise")}
-        table = sampling.FlowTable(shift=case["shift"])
+        table, theirs = sampling.FlowTable(shift=case["shift"]), stock[f"sigmas.{number}"]
+        if theirs.isnan().any():
+            with pytest.raises(ValueError, match="kl_optimal"):
+                sampling.make_sigmas(case["scheduler"], case["steps"], table=table, **names)
+            continue
         ours = sampling.make_sigmas(case["scheduler"], case["steps"], table=table, **names)
-        assert torch.equal(ours, stock[f"sigmas.{number}"]), case
+        assert torch.equal(ours, theirs), case
 
 
 def test_noise_is_comfyuis_to_the_bit(stock):
@@ -87,22 +101,50 @@ def test_noise_is_comfyuis_to_the_bit(stock):
         assert torch.equal(sampling.draw_noise(**case), stock[f"noise.{number}"]), case
 
 
-@pytest.mark.parametrize("sampler_name", SAMPLER_NAMES)
-def test_sampler_gives_comfyuis_latent(stock, sampler_name):
-    errors = {}
-    for number, case in enumerate(SAMPLES):
-        theirs = stock[f"samples.{number}"]
-        if case["sampler_name"] == sampler_name and case["denoise"] > 0:
-            ours = sample_analytic(case, cpu_noise_offset=int(stock["step_seed_offset"]))
-            key = case["scheduler"], case["steps"], case["denoise"], case["latent"]
-            errors[key] = relative_error(ours, theirs)
-        elif case["sampler_name"] == sampler_name:
-            assert torch.equal(sample_analytic(case, cpu_noise_offset=0), theirs)
-    worst = max(errors, key=errors.get)
-    print(f"{sampler_name}: {len(errors)} cases, worst relative error {errors[worst]:.1e} at {worst}")
-    assert not {key: error for key, error in errors.items() if not error <= 1e-6}
+def test_samplers_give_comfyuis_latents(stock):
+    compare([*SOME, *EDGES], stock)
 
 
+@pytest.mark.full
+def test_samplers_give_comfyuis_latents_over_the_whole_grid(tmp_path):
+    compare(WHOLE, ask(tmp_path, WHOLE))
+
+
+def compare(cases: list[dict], stock: dict[str, torch.Tensor]) -> None:
+    """Check every case that ComfyUI has, and print the worst of each sampler."""
+    errors, offset = {}, int(stock["step_seed_offset"])
+    for number, case in enumerate(cases):
+        theirs = stock.get(f"samples.{number}")
+        if theirs is None and "does not have it" in bytes(stock[f"errors.{number}"].tolist()).decode():
+            continue
+        if theirs is None or not theirs.isfinite().all():
+            assert (case["scheduler"], case["steps"]) == ("kl_optimal", 1)
+            with pytest.raises(ValueError, match="kl_optimal"):
+                sample_analytic(case, cpu_noise_offset=offset)
+            continue
+        error = relative_error(sample_analytic(case, cpu_noise_offset=offset), theirs)
+        errors.setdefault(case["sampler_name"], {})[str(case)] = error
+    for name, own in errors.items():
+        worst = max(own, key=own.get)
+        print(f"{name}: {len(own)} cases, worst relative error {own[worst]:.1e} at {worst}")
+    assert len(errors) > 40
+    assert not {case: error for own in errors.values() for case, error in own.items() if not error <= LIMIT}
+
+
+class AnalyticDenoise:
+    """`velocity` as the samplers call a model; both prompts see the same."""
+
+    def __init__(self, table: sampling.FlowTable) -> None:
+        self._table = table
+
+    def __call__(self, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        return x - velocity(x, self._table.timestep(sigma).expand(x.shape[0])) * sigma
+
+    def both(self, x: torch.Tensor, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (self(x, sigma),) * 2
+
+
+@torch.inference_mode()
 def sample_analytic(case: dict, *, cpu_noise_offset: int) -> torch.Tensor:
     """The way of a latent through the engine, with `velocity` for a model."""
     latent = sampling.fit_empty_latent(INPUTS[case["latent"]], channels=16, dims=3)
@@ -110,18 +152,14 @@ def sample_analytic(case: dict, *, cpu_noise_offset: int) -> torch.Tensor:
     sigmas = sampling.make_sigmas(case["scheduler"], case["steps"], table=table, denoise=case["denoise"], **names)
     if not len(sigmas):
         return latent
-
-    def denoise(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        return x - velocity(x, table.timestep(sigma).expand(x.shape[0])) * sigma
-
     noise = sampling.draw_noise(latent.shape, seed=11)
     latent = sampling.to_model_space(latent, **MEAN_STD)
     knobs = {"seed": 11, "cpu_noise_offset": cpu_noise_offset, "progress": lambda step, total, denoised: None}
-    x = sampling.run_sampler(denoise, noise, latent, sigmas, **names, **knobs)
+    x = sampling.run_sampler(AnalyticDenoise(table), noise, latent, sigmas, table=table, **names, **knobs)
     return sampling.from_model_space(x, **MEAN_STD)
 
 
 def test_noise_between_steps_starts_where_comfyuis_does(stock):
     offset = int(stock["step_seed_offset"])
-    drawn = step_noise(torch.zeros(4), seed=0, cpu_offset=offset)(None, None)
+    drawn = step_noise(torch.zeros(4), torch.tensor([1.0, 0.0]), seed=0, cpu_offset=offset)(None, None)
     assert torch.equal(drawn, torch.randn(4, generator=torch.Generator().manual_seed(offset)))
