@@ -277,7 +277,7 @@ def test_load_model_checks_every_value_itself(pack, widgets, says):
 def test_sampler_names_are_checked_when_queued(pack):
     check = pack.sampler.OutriggerSampler.validate_inputs
     assert check(sampler_name="euler", scheduler="beta") is True
-    assert "choose one of: euler" in check(sampler_name="heun")
+    assert "choose one of: euler" in check(sampler_name="hun")
     assert "choose one of: simple" in check(scheduler="karras")
 
 

@@ -6,7 +6,15 @@ import pytest
 
 from runtime.errors import Cancelled
 from runtime.mesh import Mesh
-from tests.ranks import Case, relative_error, run_as_threads, run_case, run_cases_as_processes, run_on_one, sample_request
+from tests.ranks import (
+    Case,
+    relative_error,
+    run_as_threads,
+    run_case,
+    run_cases_as_processes,
+    run_on_one,
+    sample_request,
+)
 
 LIMIT = 1e-5
 CELLS = [

@@ -65,7 +65,9 @@ def _brownian(start: torch.Tensor, sigmas: torch.Tensor, *, seed: int, device: t
     def noise(sigma: torch.Tensor, sigma_next: torch.Tensor) -> torch.Tensor:
         low, high = sorted((sigma, sigma_next))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its ends are rounded to six digits, and it says so of each sigma at an end
+            warnings.simplefilter(
+                "ignore"
+            )  # its ends are rounded to six digits, and it says so of each sigma at an end
             increment = tree(low, high).to(device)
         return (increment if sigma is low else -increment) / (sigma_next - sigma).abs().sqrt()
 

@@ -73,7 +73,9 @@ def dpmpp_3m_sde(denoise: Denoise, x: Tensor, sigmas: Tensor, *, progress: Repor
         stride, alpha, x = _noisy_euler(x, denoised, sigma, following)
         predictions = [denoised, *predictions[:2]]
         ratios = [before / stride for before in strides]
-        changes = [(later - before) / ratio for (later, before), ratio in zip(pairwise(predictions), ratios, strict=True)]
+        changes = [
+            (later - before) / ratio for (later, before), ratio in zip(pairwise(predictions), ratios, strict=True)
+        ]
         weight = (-2 * stride).expm1() / (2 * stride) + 1
         if len(changes) == 1:
             x = x + alpha * weight * changes[0]

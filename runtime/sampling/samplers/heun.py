@@ -40,6 +40,8 @@ def heunpp2(denoise: Denoise, x: Tensor, sigmas: Tensor, *, progress: ReportStep
             ahead, level = ahead + slopes[-1] * (later - level), later
             slopes.append(slope(ahead, later, denoise(ahead, later)))
         weights = [later / (len(slopes) * sigmas[0]) for later in seen]
-        mean = sum((weight * value for weight, value in zip(weights, slopes[1:], strict=True)), (1 - sum(weights)) * slopes[0])
+        mean = sum(
+            (weight * value for weight, value in zip(weights, slopes[1:], strict=True)), (1 - sum(weights)) * slopes[0]
+        )
         x = x + mean * (following - sigma)
     return x

@@ -66,10 +66,8 @@ def _multistep(
         if following == 0:
             return denoised
         slopes = [slope(x, sigma, denoised), *slopes[: order - 1]]
-        if len(slopes) > 1:
-            x = advance(x, sigmas, step - 1, slopes)
-        else:
-            x = x + (following - sigma) * slopes[0]
+        first = len(slopes) == 1
+        x = x + (following - sigma) * slopes[0] if first else advance(x, sigmas, step - 1, slopes)
     return x
 
 
