@@ -278,7 +278,7 @@ def test_sampler_names_are_checked_when_queued(pack):
     check = pack.sampler.OutriggerSampler.validate_inputs
     assert check(sampler_name="euler", scheduler="beta") is True
     assert "choose one of: euler" in check(sampler_name="hun")
-    assert "choose one of: simple" in check(scheduler="karras")
+    assert "choose one of: simple" in check(scheduler="karas")
 
 
 def test_numbers_that_comfyui_lets_through_are_refused_by_name(pack):

@@ -74,7 +74,7 @@ def test_only_a_tensor_or_a_reference_stands_for_a_tensor(value):
         {"settings": {"steps": "20"}},
         {"settings": {"steps": 0}},
         {"settings": {"cfg": float("nan")}},
-        {"settings": {"sampler_name": "euler_cfg_pp"}},
+        {"settings": {"sampler_name": "eular"}},
         {"model": {"model": ""}},
         {"model": {"model": "m", "parallel": {"devices": "cuda:0,0"}}},
     ],
