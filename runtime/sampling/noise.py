@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -11,6 +12,11 @@ import torchsde
 
 StepNoise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`(sigma, sigma_next) -> noise` of the latent's shape; every call draws anew."""
+
+
+Step = tuple[float, float]
+DIGITS = 6
+"""What torchsde rounds the ends of a tree to; beyond them it knows nothing, and says so."""
 
 
 class MakeNoise(Protocol):
@@ -50,25 +56,46 @@ def step_noise(x: torch.Tensor, sigmas: torch.Tensor, *, seed: int, cpu_offset: 
 
 def brownian_noise(x: torch.Tensor, sigmas: torch.Tensor, *, seed: int, cpu_offset: int = 1) -> StepNoise:
     """Increments of one Brownian motion over sigma, drawn on the CPU: the same for every number of steps."""
-    return _brownian(torch.zeros_like(x, device="cpu"), sigmas, seed=seed, device=x.device)
+    return BrownianNoise(torch.zeros_like(x, device="cpu"), sigmas, seed=seed, device=x.device)
 
 
 def brownian_noise_gpu(x: torch.Tensor, sigmas: torch.Tensor, *, seed: int, cpu_offset: int = 1) -> StepNoise:
     """The same, drawn where `x` is: other numbers on a GPU, and the same on a CPU."""
-    return _brownian(torch.zeros_like(x), sigmas, seed=seed, device=x.device)
+    return BrownianNoise(torch.zeros_like(x), sigmas, seed=seed, device=x.device)
 
 
-def _brownian(start: torch.Tensor, sigmas: torch.Tensor, *, seed: int, device: torch.device) -> StepNoise:
-    """ComfyUI's use of torchsde: a tree from the lowest sigma above 0 to the highest, its increments scaled to spread 1."""
-    tree = torchsde.BrownianTree(sigmas[sigmas > 0].min(), start, sigmas.max(), entropy=seed)
+class BrownianNoise:
+    """ComfyUI's use of torchsde: a tree from the lowest sigma above 0 to the highest, its increments scaled to spread 1.
 
-    def noise(sigma: torch.Tensor, sigma_next: torch.Tensor) -> torch.Tensor:
-        low, high = sorted((sigma, sigma_next))
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # its ends are rounded to six digits, and it says so of each sigma at an end
-            increment = tree(low, high).to(device)
-        return (increment if sigma is low else -increment) / (sigma_next - sigma).abs().sqrt()
+    An increment takes some twenty draws of the latent's size. So that of the step to come is drawn by a thread while the
+    model works on this one; the tree gives the same numbers in whatever order it is asked.
+    """
 
-    return noise
+    def __init__(self, start: torch.Tensor, sigmas: torch.Tensor, *, seed: int, device: torch.device) -> None:
+        levels = [level for level in sigmas.tolist() if level > 0]
+        self._tree = torchsde.BrownianTree(min(levels), start, max(levels), entropy=seed)
+        self._ends = round(min(levels), DIGITS), round(max(levels), DIGITS)
+        self._device, self._thread = device, ThreadPoolExecutor(max_workers=1)
+        self._following = dict(pairwise(levels))
+        self._begun: dict[Step, Future[torch.Tensor]] = {}
+
+    def __call__(self, sigma: torch.Tensor, sigma_next: torch.Tensor) -> torch.Tensor:
+        """The increment from one sigma to another, over the root of their distance."""
+        step = float(sigma), float(sigma_next)
+        increment = self._begin(step)
+        del self._begun[step]
+        for level in reversed(step):
+            if level in self._following:
+                self._begin((level, self._following[level]))
+                break
+        return increment.result().to(self._device) / (sigma_next - sigma).abs().sqrt()
+
+    def _begin(self, step: Step) -> Future[torch.Tensor]:
+        if step not in self._begun:
+            self._begun[step] = self._thread.submit(self._increment, *step)
+        return self._begun[step]
+
+    def _increment(self, sigma: float, sigma_next: float) -> torch.Tensor:
+        low, high = (min(max(level, self._ends[0]), self._ends[1]) for level in sorted((sigma, sigma_next)))
+        increment = self._tree(low, high)
+        return increment if sigma < sigma_next else -increment
