@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks of a test are processes that share few cores
+
+
+def pytest_configure() -> None:
+    """A run that is told to end takes its servers with it."""
+    signal.signal(signal.SIGTERM, lambda *_: pytest.exit("told to end", returncode=143))
 
 
 @pytest.fixture

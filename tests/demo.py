@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ WORKFLOW = ROOT / "workflows" / "api" / "text_to_image.json"
 def main() -> int:
     """Read the command line and do it; the exit status."""
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ComfyUI ends with this process
     began = time.monotonic()
     server = ComfyUI(Path(os.environ["COMFYUI_PATH"]), BASE, arguments=_arguments(), output=OUTPUT, port=options.port)
     _say(f"starting ComfyUI ({server.tree}); its log is {server.log}")
