@@ -59,9 +59,7 @@ def build_text_encoder(seed: int = 0) -> UMT5EncoderModel:
 
 
 @torch.no_grad()
-def encode_prompts(
-    tokenizer: PreTrainedTokenizerFast, text_encoder: UMT5EncoderModel, prompts: list[str]
-) -> Tensor:
+def encode_prompts(tokenizer: PreTrainedTokenizerFast, text_encoder: UMT5EncoderModel, prompts: list[str]) -> Tensor:
     """(B, LENGTH, EMBEDDING) as Wan's pipelines make it: rows of padding are zero."""
     tokens = tokenizer(prompts, padding="max_length", max_length=LENGTH, truncation=True, return_tensors="pt")
     hidden = text_encoder(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask).last_hidden_state

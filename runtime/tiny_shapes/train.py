@@ -20,7 +20,7 @@ from .text import build_text_encoder, build_tokenizer
 
 AUTOENCODER, TRANSFORMER = "autoencoder.pt", "transformer.pt"
 AUTOENCODER_SHARE = 0.3
-PICTURES, CLIPS = 5000, 600
+PICTURES, CLIPS = 3000, 200
 
 
 def save_folder(folder: Path, autoencoder: AutoencoderKLWan, transformer: WanTransformer3DModel) -> None:
