@@ -32,7 +32,7 @@ CELLS = [
     ("uni_pc_bh2", "beta", "ulysses"),
 ]
 CASES = [
-    Case(sampler=sampler, scheduler=scheduler, degrees={axis: 2}, steps=4, cfg=cfg, prompts=(5, 9))
+    Case(sampler=sampler, scheduler=scheduler, degrees={axis: 2}, steps=3, cfg=cfg, prompts=(5, 9))
     for (sampler, scheduler, axis), cfg in zip(CELLS, 3 * (4.0, 4.0, 1.0, 4.0), strict=True)
 ]
 """The third of every four has cfg 1: no second branch, but for CFG++."""

@@ -20,7 +20,7 @@ FORWARD_SECONDS = 0.5
 """The forward pass that the cost is held against."""
 LATENT = (1, 16, 1, 128, 128)
 """A picture of 1024 x 1024."""
-STEPS, ROUNDS = 8, 5
+STEPS, ROUNDS = 8, 3
 WAIT_SECONDS = 0.1
 """What the stand-in takes for samplers whose noise is drawn while the model works."""
 CFG = 5.0
