@@ -4,31 +4,82 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from .parallel.collectives import all_gather
 from .protocol import Conditioning
+from .regions import Box, box_of, weight_of
 
 Predict = Callable[[torch.Tensor, torch.Tensor, Conditioning], torch.Tensor]
-Branch = Sequence[Conditioning]
 TENSORS = ("embedding", "pooled", "attention_mask")
+MOST_JOINED = 4
+"""Entries that go through the model together at most: more would only take memory."""
+
+NO_WEIGHT = 1e-37
+"""What a place that no entry covers is divided by; ComfyUI's number."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A conditioning, and where and when it counts.
+
+    It is used from sigma `start` down to sigma `end`; None sets no limit. `weight` broadcasts with the part of the latent
+    that `box` covers; None for both is all of the latent, with weight 1. A `default` entry gets the weight that the
+    others of its branch leave over.
+    """
+
+    conditioning: Conditioning
+    box: Box | None = None
+    weight: torch.Tensor | None = None
+    start: float | None = None
+    end: float | None = None
+    default: bool = False
+
+    @classmethod
+    def of(cls, conditioning: Conditioning, x: torch.Tensor, *, percent_to_sigma: Callable[[float], float]) -> Entry:
+        """The entry of a conditioning whose region is resolved, for latents like `x`."""
+        start, end = (
+            None if percent is None else percent_to_sigma(percent)
+            for percent in (conditioning.start_percent, conditioning.end_percent)
+        )
+        box, weight = box_of(conditioning.area, x.shape), None
+        if box is not None or conditioning.mask is not None or conditioning.strength != 1.0:
+            weight = weight_of(conditioning, box, x)
+        return cls(conditioning, box, weight, start, end, conditioning.default)
+
+    @property
+    def shape(self) -> tuple:
+        """Entries of one shape can go through the model together."""
+        named = ((name, tensor.shape) for name, tensor in _tensors(self.conditioning))
+        sizes = [(part.start, part.stop) for part in self.box or ()]
+        return (self.conditioning.guidance, *named, *(stop - start for start, stop in sizes[2:]))
+
+    def is_used(self, sigma: torch.Tensor) -> bool:
+        """Whether the entry counts at this sigma."""
+        return not (self.start is not None and sigma > self.start) and not (self.end is not None and sigma < self.end)
+
+    def part_of(self, x: torch.Tensor) -> torch.Tensor:
+        """The part of a latent that the entry covers."""
+        return x if self.box is None else x[self.box]
 
 
 class Denoiser:
     """`(x, sigma) -> denoised` with guidance, for `x` of `batch` items; every rank of the axis gets the same result.
 
-    A branch is one conditioning, or several whose predictions are averaged. `negative` may be empty; then, and at cfg 1,
-    only the positive branch is evaluated; `keep_negative` is for samplers that ask for the negative one at cfg 1. With a `group` of two, its first rank takes the positive branch and its second
-    the negative one, so that prompts may differ in length; without a negative branch both evaluate the positive one.
+    A branch is one entry, or several whose predictions are averaged by weight. `negative` may be empty; then, and at
+    cfg 1, only the positive branch is evaluated; `keep_negative` is for samplers that ask for the negative one at cfg 1 too.
+    With a `group` of two, its first rank takes the positive branch and its second the negative one, so that prompts and
+    entries may differ in length and number; without a negative branch both evaluate the positive one.
     """
 
     def __init__(
         self,
         predict: Predict,
-        positive: Branch,
-        negative: Branch,
+        positive: Sequence[Entry],
+        negative: Sequence[Entry],
         *,
         cfg: float,
         batch: int,
@@ -41,8 +92,11 @@ class Denoiser:
         self._group = group if len(branches) > 1 else None
         if self._group is not None:
             branches = [branches[dist.get_rank(group)]]
-        self._sizes = [len(branch) for branch in branches]
-        self._calls = _batched([repeat_to_batch(entry, batch) for branch in branches for entry in branch])
+        self._branches = [
+            [replace(entry, conditioning=repeat_to_batch(entry.conditioning, batch)) for entry in branch]
+            for branch in branches
+        ]
+        self._plans: dict[tuple[bool, ...], list[_Call]] = {}
 
     def __call__(self, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         """The guided prediction at `sigma`."""
@@ -50,7 +104,7 @@ class Denoiser:
 
     def both(self, x: torch.Tensor, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The guided prediction and the negative one; without a negative branch the positive one stands for both."""
-        predicted = self._branches(x, sigma)
+        predicted = self._predicted(x, sigma)
         if self._group is not None:
             predicted = list(all_gather(predicted[0], self._group))
         if len(predicted) == 1:
@@ -58,12 +112,26 @@ class Denoiser:
         positive, negative = predicted
         return negative + (positive - negative) * self._cfg, negative
 
-    def _branches(self, x: torch.Tensor, sigma: torch.Tensor) -> list[torch.Tensor]:
+    def _predicted(self, x: torch.Tensor, sigma: torch.Tensor) -> list[torch.Tensor]:
         """The prediction of each branch that this rank evaluates."""
-        entries = []
-        for conditioning, count in self._calls:
-            entries += self._predict(torch.cat([x] * count), sigma, conditioning).chunk(count)
-        return [_mean([entries.pop(0) for _ in range(size)]) for size in self._sizes]
+        found: list[list[tuple[Entry, torch.Tensor]]] = [[] for _ in self._branches]
+        for call in self._calls(x, sigma):
+            parts = torch.cat([entry.part_of(x) for _, entry in call.entries])
+            outputs = self._predict(parts, sigma, call.conditioning).chunk(len(call.entries))
+            for (branch, entry), output in zip(call.entries, outputs, strict=True):
+                found[branch].append((entry, output))
+        return [_mean(each, x) for each in found]
+
+    def _calls(self, x: torch.Tensor, sigma: torch.Tensor) -> list[_Call]:
+        """The calls of the model at `sigma`, worked out once for each set of entries in use."""
+        used = tuple(entry.is_used(sigma) for branch in self._branches for entry in branch)
+        if used not in self._plans:
+            branches = [[entry for entry in branch if entry.is_used(sigma)] for branch in self._branches]
+            listed = [(number, entry) for number, branch in enumerate(branches) for entry in branch if not entry.default]
+            for number, branch in enumerate(branches):
+                listed += [(number, entry) for entry in _defaults(branch, x)]
+            self._plans[used] = _joined(listed)
+        return self._plans[used]
 
 
 def repeat_to_batch(conditioning: Conditioning, batch: int) -> Conditioning:
@@ -76,21 +144,56 @@ def repeat_to_batch(conditioning: Conditioning, batch: int) -> Conditioning:
     return conditioning.model_copy(update={name: repeated(tensor) for name, tensor in _tensors(conditioning)})
 
 
-def _batched(entries: list[Conditioning]) -> list[tuple[Conditioning, int]]:
-    """What to call the model with, and how many entries that is: all at once when everything has the same shape."""
-    if len({_shape(entry) for entry in entries}) > 1:
-        return [(entry, 1) for entry in entries]
-    joined = {name: torch.cat([getattr(entry, name) for entry in entries]) for name, _ in _tensors(entries[0])}
-    return [(entries[0].model_copy(update=joined), len(entries))]
+@dataclass(frozen=True)
+class _Call:
+    """One call of the model: entries of one shape, each with the number of its branch, and what they read, joined."""
+
+    entries: Sequence[tuple[int, Entry]]
+    conditioning: Conditioning
+
+
+def _mean(found: Sequence[tuple[Entry, torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
+    """The mean of what entries predict for their parts of `x`, by weight; 0 where no entry counts."""
+    if len(found) == 1 and found[0][0].weight is None:
+        return found[0][1]
+    total, weights = torch.zeros_like(x), torch.full_like(x[:, :1], NO_WEIGHT)
+    for entry, output in found:
+        weight = 1.0 if entry.weight is None else entry.weight
+        entry.part_of(total).add_(output * weight)
+        entry.part_of(weights).add_(weight)
+    return total / weights
+
+
+def _defaults(branch: Sequence[Entry], x: torch.Tensor) -> list[Entry]:
+    """The default entries of a branch, with the weight that the others leave over; none where they leave nothing."""
+    defaults = [entry for entry in branch if entry.default]
+    if not defaults:
+        return []
+    left = torch.ones_like(x[:, :1])
+    for entry in branch:
+        if not entry.default:
+            entry.part_of(left).sub_(1.0 if entry.weight is None else entry.weight)
+    left.relu_()
+    return [replace(entry, weight=left) for entry in defaults] if left.any() else []
+
+
+def _joined(listed: list[tuple[int, Entry]]) -> list[_Call]:
+    """The fewest calls for these entries; within a shape the last comes first, as ComfyUI adds them up."""
+    shapes: dict[tuple, list[tuple[int, Entry]]] = {}
+    for number, entry in listed:
+        shapes.setdefault(entry.shape, []).insert(0, (number, entry))
+    calls = []
+    for alike in shapes.values():
+        for first in range(0, len(alike), MOST_JOINED):
+            entries = alike[first : first + MOST_JOINED]
+            calls.append(_Call(entries, _concatenated([entry.conditioning for _, entry in entries])))
+    return calls
+
+
+def _concatenated(conditionings: Sequence[Conditioning]) -> Conditioning:
+    joined = {name: torch.cat([getattr(each, name) for each in conditionings]) for name, _ in _tensors(conditionings[0])}
+    return conditionings[0].model_copy(update=joined)
 
 
 def _tensors(conditioning: Conditioning) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor) for name in TENSORS if (tensor := getattr(conditioning, name)) is not None]
-
-
-def _shape(conditioning: Conditioning) -> tuple:
-    return (conditioning.guidance, *((name, tensor.shape) for name, tensor in _tensors(conditioning)))
-
-
-def _mean(predictions: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(predictions).mean(0) if len(predictions) > 1 else predictions[0]

@@ -13,18 +13,22 @@ from .encoders.text import TextEncoder
 from .encoders.vae import VideoDecoder
 from .errors import Refused
 from .families.spec import LatentFormat
-from .guidance import Denoiser
+from .guidance import Denoiser, Entry
 from .inspection import ModelFacts, inspect_model
 from .mesh import Mesh
 from .prediction import Predictor
 from .previews import preview_image
 from .progress import ReportProgress
 from .protocol import Conditioning, Sample
+from .regions import pair_areas, resolve_region
 from .sampling import (
     SAMPLERS,
     FlowTable,
+    check_sigmas,
+    cut_sigmas,
     draw_noise,
     fit_empty_latent,
+    fit_noise_mask,
     from_model_space,
     make_sigmas,
     resize_empty_latent,
@@ -74,34 +78,26 @@ class Pipeline:
     @torch.inference_mode()
     def sample(self, request: Sample, *, progress: ReportProgress) -> torch.Tensor:
         """The latent after sampling, float32 on the CPU, on every rank: what KSampler returns for the same widgets."""
-        settings, form = request.settings, self._family.latent
-        latent = resize_empty_latent(
-            fit_empty_latent(request.latent.float().cpu(), channels=form.channels, dims=form.dims),
-            spatial=(request.downscale[0] or form.spatial) / form.spatial,
-            temporal=(request.downscale[1] or form.temporal) / form.temporal,
-        )
-        table = FlowTable(shift=self._family.shift)
-        sigmas = make_sigmas(
-            settings.scheduler,
-            settings.steps,
-            table=table,
-            sampler_name=settings.sampler_name,
-            denoise=settings.denoise,
-        )
+        form = self._family.latent
+        latent = self._fitted(request)
+        table = FlowTable(shift=request.settings.shift or self._family.shift)
+        sigmas = _sigmas(request, table)
         if not len(sigmas):
             return latent
-        noise = draw_noise(latent.shape, seed=settings.seed, batch_index=request.batch_index)
+        noise = _noise(request, latent).to(self._mesh.device)
         latent = to_model_space(latent.to(self._mesh.device), mean=form.mean, std=form.std)
+        mask = None if request.noise_mask is None else fit_noise_mask(request.noise_mask, noise.shape)
         reporter = self._step_reporter(request, progress)
         x = run_sampler(
-            self._denoiser(request, batch=noise.shape[0]),
-            noise.to(self._mesh.device),
+            self._denoiser(request, noise, table),
+            noise,
             latent,
             sigmas,
             table=table,
-            sampler_name=settings.sampler_name,
-            seed=settings.seed,
+            sampler_name=request.settings.sampler_name,
+            seed=request.settings.seed,
             cpu_noise_offset=request.cpu_noise_offset,
+            mask=None if mask is None else mask.to(noise),
             progress=reporter,
             check=reporter.check,
         )
@@ -116,26 +112,43 @@ class Pipeline:
             self._decoder = self._load_decoder()
         return self._decoder.decode(latent, progress=progress)
 
-    def _denoiser(self, request: Sample, *, batch: int) -> Denoiser:
+    def _fitted(self, request: Sample) -> torch.Tensor:
+        """The latent of a request in the shape the model samples in, float32 on the CPU."""
+        form = self._family.latent
+        return resize_empty_latent(
+            fit_empty_latent(request.latent.float().cpu(), channels=form.channels, dims=form.dims),
+            spatial=(request.downscale[0] or form.spatial) / form.spatial,
+            temporal=(request.downscale[1] or form.temporal) / form.temporal,
+        )
+
+    def _denoiser(self, request: Sample, x: torch.Tensor, table: FlowTable) -> Denoiser:
+        """What the samplers call, for latents like `x`."""
+        sides = pair_areas(
+            *(
+                [resolve_region(self._placed(entry), x.shape[2:]) for entry in side]
+                for side in (request.positive, request.negative)
+            )
+        )
         return Denoiser(
             self._predict,
-            [self._placed(entry) for entry in request.positive],
-            [self._placed(entry) for entry in request.negative],
+            *([Entry.of(entry, x, percent_to_sigma=table.percent_to_sigma) for entry in side] for side in sides),
             cfg=request.settings.cfg,
-            batch=batch,
+            batch=x.shape[0],
             group=self._mesh.group("cfg"),
             keep_negative=SAMPLERS[request.settings.sampler_name].negative,
         )
 
     def _placed(self, conditioning: Conditioning) -> Conditioning:
-        """What the family reads of a conditioning, on the device and in the dtype of the model."""
+        """The conditioning with what the family reads of it, on the device and in the dtype of the model."""
         width = self._text_width
         if conditioning.embedding.ndim != 3 or conditioning.embedding.shape[-1] != width:
             raise Refused(
                 f"the conditioning has shape {tuple(conditioning.embedding.shape)}, but {self._family.title} takes "
                 f"(batch, tokens, {width}): encode the prompt with the text encoder of this model"
             )
-        return Conditioning(embedding=conditioning.embedding.to(self._mesh.device, self._dtype))
+        unread = {"pooled": None, "attention_mask": None, "guidance": None}
+        embedding = conditioning.embedding.to(self._mesh.device, self._dtype)
+        return conditioning.model_copy(update={**unread, "embedding": embedding})
 
     def _step_reporter(self, request: Sample, progress: ReportProgress) -> StepReporter:
         wanted = request.preview and self._mesh.rank == 0
@@ -180,6 +193,34 @@ class StepReporter:
     def check(self) -> None:
         """Stand at the step last told, between two model calls of it; the job may be cancelled here too."""
         self._progress(SAMPLING, self._step, self._total)
+
+
+def _sigmas(request: Sample, table: FlowTable) -> torch.Tensor:
+    """The sigmas of the steps to run, on the CPU; none where there is nothing to do."""
+    settings = request.settings
+    if request.sigmas is not None:
+        sigmas = check_sigmas(request.sigmas.cpu())
+    else:
+        names = {"sampler_name": settings.sampler_name, "denoise": settings.denoise}
+        sigmas = make_sigmas(settings.scheduler, settings.steps, table=table, **names)
+    steps = {"start": settings.start_at_step, "end": settings.end_at_step}
+    return cut_sigmas(sigmas, **steps, leftover_noise=settings.leftover_noise)
+
+
+def _noise(request: Sample, latent: torch.Tensor) -> torch.Tensor:
+    """The noise to start from, of the latent's shape, on the CPU."""
+    if request.noise is not None:
+        noise = request.noise.float().cpu()
+        noise = noise.unsqueeze(2) if noise.ndim == latent.ndim - 1 else noise
+        if noise.shape != latent.shape:
+            raise ValueError(
+                f"the noise has shape {tuple(noise.shape)}, but this model samples {tuple(latent.shape)}: connect a latent "
+                f"of this model, so that the noise is made for it"
+            )
+        return noise
+    if not request.settings.add_noise:
+        return torch.zeros_like(latent)
+    return draw_noise(latent.shape, seed=request.settings.seed, batch_index=request.batch_index)
 
 
 def _dtype(settings: ModelSettings, mesh: Mesh) -> torch.dtype:

@@ -16,7 +16,8 @@ from .settings import ModelSettings, SampleSettings
 
 PROTOCOL_VERSION = 1
 MAX_HEADER_BYTES = 1 << 20
-MAX_TENSORS = 64
+MAX_TENSORS = 320
+MAX_ENTRIES = 32
 MAX_TENSOR_BYTES = 1 << 36
 MAX_DIMS = 8
 
@@ -80,16 +81,42 @@ Scale = Annotated[int, Field(ge=1, le=256)] | None
 Job = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
 
 
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
 class Conditioning(Message):
-    """One entry of ComfyUI's CONDITIONING that the models use.
+    """One entry of ComfyUI's CONDITIONING: what the model reads, where it counts and when.
 
     `embedding` is `(B, L, D)`; `pooled` is `(B, D)`; `attention_mask` is `(B, L)`.
+
+    `area` is a size and then an offset for each dim, in latent pixels: `(H, W, Y, X)`, or `(F, H, W, Z, Y, X)` for video;
+    `area_percent` is the same in parts of the latent, and stands in the place of `area`. `mask` is `(H, W)`, `(N, H, W)`
+    or `(N, F, H, W)`, of any resolution. From `start_percent` to `end_percent` of the way the entry is used. A `default`
+    entry fills what the others of its side leave over.
     """
 
     embedding: Tensor
     pooled: Tensor | None = None
     attention_mask: Tensor | None = None
     guidance: float | None = None
+    strength: Finite = 1.0
+    area: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(default=None, max_length=MAX_DIMS)
+    area_percent: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] | None = Field(default=None, max_length=MAX_DIMS)
+    mask: Tensor | None = None
+    mask_strength: Finite = 1.0
+    area_from_mask: bool = False
+    start_percent: Finite | None = None
+    end_percent: Finite | None = None
+    default: bool = False
+
+    @model_validator(mode="after")
+    def _area_fits(self) -> Conditioning:
+        for area in (self.area, self.area_percent):
+            if area is not None and len(area) not in (4, 6):
+                raise ValueError(f"an area has 4 or 6 numbers, a size and an offset for each dim, not {len(area)}")
+        if self.default and (self.area or self.area_percent or self.area_from_mask):
+            raise ValueError("a default conditioning fills what the others leave over, so it cannot have an area: remove it")
+        return self
 
 
 # Requests: node -> server -> every rank ----------------------------------------------------------------------------
@@ -124,15 +151,20 @@ class Sample(Message):
     of the batch each item gets. An empty `negative` means that there is none. `preview` asks for a picture each step.
     `cpu_noise_offset` is what the node's ComfyUI adds to the seed of the noise between steps on a CPU (0 before 0.7),
     `downscale` the (spatial, temporal) of the VAE that an empty latent was made for, where that is known.
+    `noise_mask` is 1 where the latent is painted anew, of any resolution: `(B, 1, H, W)` or `(B, C, F, H, W)`. `noise`
+    stands in the place of the noise that the seed gives, and `sigmas`, `(steps + 1,)`, of the schedule.
     """
 
     kind: Literal["sample"] = "sample"
     job: Job
     model: ModelSettings
     settings: SampleSettings
-    positive: tuple[Conditioning, ...] = Field(min_length=1, max_length=8)
-    negative: tuple[Conditioning, ...] = Field(default=(), max_length=8)
+    positive: tuple[Conditioning, ...] = Field(min_length=1, max_length=MAX_ENTRIES)
+    negative: tuple[Conditioning, ...] = Field(default=(), max_length=MAX_ENTRIES)
     latent: Tensor
+    noise_mask: Tensor | None = None
+    noise: Tensor | None = None
+    sigmas: Tensor | None = None
     batch_index: tuple[Annotated[int, Field(ge=0, le=65535)], ...] | None = None
     preview: bool = False
     cpu_noise_offset: int = Field(default=1, ge=0, le=1)

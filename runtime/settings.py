@@ -123,7 +123,12 @@ class ModelSettings(Settings):
 
 
 class SampleSettings(Settings):
-    """The widgets of the Sampler, in the order and with the bounds of ComfyUI's KSampler."""
+    """The widgets of the Samplers, with the bounds of ComfyUI's KSampler and KSamplerAdvanced.
+
+    `add_noise` False starts from the latent as it is. The steps run are those from `start_at_step` to `end_at_step`;
+    where the end cuts the schedule short, the last one still goes to sigma 0, unless `leftover_noise` is wanted.
+    `shift` is the sigma shift of flow models, 0 for the model's own.
+    """
 
     seed: int = Field(default=0, ge=0, le=0xFFFFFFFFFFFFFFFF)
     steps: int = Field(default=20, ge=1, le=10000)
@@ -131,6 +136,11 @@ class SampleSettings(Settings):
     sampler_name: str = "euler"
     scheduler: str = "simple"
     denoise: float = Field(default=1.0, ge=0.0, le=1.0, allow_inf_nan=False)
+    add_noise: bool = True
+    start_at_step: int = Field(default=0, ge=0, le=10000)
+    end_at_step: int = Field(default=10000, ge=0, le=10000)
+    leftover_noise: bool = False
+    shift: float = Field(default=0.0, ge=0.0, le=100.0, allow_inf_nan=False)
 
     @property
     def needs_negative(self) -> bool:

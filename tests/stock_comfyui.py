@@ -82,8 +82,22 @@ def noise(case: dict) -> torch.Tensor:
     return sample.prepare_noise(torch.zeros(case["shape"]), case["seed"], case["batch_index"])
 
 
+def conditioning(entries: str | list, inputs: dict[str, torch.Tensor]) -> list:
+    """A CONDITIONING: the name of an input, or `[name, options]` pairs, where the option `mask` names another."""
+    if isinstance(entries, str):
+        return [[inputs[entries], {}]]
+    made = {"mask": lambda name: inputs[name], "area": tuple}
+    return [
+        [inputs[name], {key: made.get(key, lambda value: value)(value) for key, value in options.items()}]
+        for name, options in entries
+    ]
+
+
 def sampled(case: dict, inputs: dict[str, torch.Tensor], models: dict) -> torch.Tensor:
-    """What the KSampler node returns. `latent`, `positive` and `negative` name inputs."""
+    """What KSampler returns, or KSamplerAdvanced or SamplerCustomAdvanced where the case names their inputs.
+
+    `latent`, `positive`, `negative` and `noise_mask` name inputs, or results so far ("samples.2").
+    """
     import nodes
 
     if case["sampler_name"] not in nodes.KSampler.INPUT_TYPES()["required"]["sampler_name"][0]:
@@ -93,9 +107,38 @@ def sampled(case: dict, inputs: dict[str, torch.Tensor], models: dict) -> torch.
     latent = {"samples": inputs[case["latent"]].clone()}
     if case.get("batch_index") is not None:
         latent["batch_index"] = case["batch_index"]
-    positive, negative = ([[inputs[case[side]], {}]] for side in ("positive", "negative"))
+    if case.get("noise_mask"):
+        latent["noise_mask"] = inputs[case["noise_mask"]]
+    if case.get("shift"):
+        model = shifted(model, case["shift"])
+    positive, negative = (conditioning(case[side], inputs) for side in ("positive", "negative"))
+    if case.get("sigmas"):
+        return sampled_along(case, model, positive, negative, latent)
     widgets = [case[name] for name in ("seed", "steps", "cfg", "sampler_name", "scheduler")]
+    if case.get("advanced"):
+        add_noise, *steps = case["advanced"]
+        node = nodes.KSamplerAdvanced()
+        return node.sample(model, add_noise, *widgets, positive, negative, latent, *steps)[0]["samples"]
     return nodes.KSampler().sample(model, *widgets, positive, negative, latent, case["denoise"])[0]["samples"]
+
+
+def shifted(model, shift: float):
+    """The MODEL behind ModelSamplingSD3."""
+    from comfy_extras.nodes_model_advanced import ModelSamplingSD3
+
+    return ModelSamplingSD3().patch(model, shift)[0]
+
+
+def sampled_along(case: dict, model, positive: list, negative: list, latent: dict) -> torch.Tensor:
+    """What SamplerCustomAdvanced returns for sigmas and a noise node."""
+    from comfy import samplers
+    from comfy_extras.nodes_custom_sampler import Noise_RandomNoise, SamplerCustomAdvanced
+
+    guider = samplers.CFGGuider(model)
+    guider.set_conds(positive, negative)
+    guider.set_cfg(case["cfg"])
+    sampler, sigmas = samplers.sampler_object(case["sampler_name"]), torch.tensor(case["sigmas"])
+    return SamplerCustomAdvanced.execute(Noise_RandomNoise(case["seed"]), guider, sampler, sigmas, latent)[0]["samples"]
 
 
 def step_seed_offset() -> torch.Tensor:
@@ -123,7 +166,7 @@ def main(request_path: str, inputs_path: str, results_path: str) -> None:
         results |= {f"{kind}.{number}": compute(case) for number, case in enumerate(request.get(kind, []))}
     for number, case in enumerate(request.get("samples", [])):
         try:
-            results[f"samples.{number}"] = sampled(case, inputs, models)
+            results[f"samples.{number}"] = sampled(case, inputs | results, models)
         except Exception as error:
             results[f"errors.{number}"] = as_bytes(f"{type(error).__name__}: {error}")
     save_file({name: tensor.contiguous() for name, tensor in results.items()}, results_path)

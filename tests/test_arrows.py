@@ -17,6 +17,7 @@ COMPUTE = (
     "parallel",
     "sequence",
     "blocks",
+    "regions",
     "guidance",
     "linear",
     "checkpoint",

@@ -150,7 +150,7 @@ def sample(model: Model, case: dict, *, cpu_noise_offset: int) -> torch.Tensor:
     request = Sample(
         job="same-picture",
         model=model.settings,
-        settings=SampleSettings(**{name: case[name] for name in SampleSettings.model_fields}),
+        settings=SampleSettings(**{name: case[name] for name in SampleSettings.model_fields if name in case}),
         positive=(Conditioning(embedding=model.positive),),
         negative=(Conditioning(embedding=model.negative),),
         latent=INPUTS[case["latent"]].clone(),

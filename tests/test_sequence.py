@@ -11,7 +11,7 @@ from torch import nn
 
 from runtime.diffusers_seam import route_attention
 from runtime.families import FAMILIES
-from runtime.guidance import Denoiser
+from runtime.guidance import Denoiser, Entry
 from runtime.mesh import Mesh
 from runtime.parallel.ulysses import gather_tokens, heads_to_tokens, tokens_to_heads
 from runtime.prediction import pad_to_patch
@@ -144,8 +144,8 @@ def test_a_pattern_that_fits_no_attention_is_an_error():
 # Guidance and prediction --------------------------------------------------------------------------------------------
 
 
-def entry(value: float, length: int = 2) -> Conditioning:
-    return Conditioning(embedding=torch.full((1, length, 3), value))
+def entry(value: float, length: int = 2) -> Entry:
+    return Entry(Conditioning(embedding=torch.full((1, length, 3), value)))
 
 
 def predict(x: torch.Tensor, sigma: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
@@ -183,7 +183,7 @@ def test_several_prompts_of_a_branch_are_averaged():
 
 def test_prompts_are_dealt_to_the_batch_in_turn():
     pair = Conditioning(embedding=torch.tensor([1.0, 2.0]).view(2, 1, 1).expand(2, 2, 3))
-    denoise = Denoiser(predict, [pair], [], cfg=1.0, batch=3)
+    denoise = Denoiser(predict, [Entry(pair)], [], cfg=1.0, batch=3)
     assert torch.allclose(denoise(X, SIGMA), X * 0.5 + torch.tensor([1.0, 2.0, 1.0]).view(3, 1))
 
 

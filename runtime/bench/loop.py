@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..families.wan import WAN
-from ..guidance import Denoiser
+from ..guidance import Denoiser, Entry
 from ..prediction import Predictor
 from ..previews import preview_image
 from ..protocol import Conditioning
@@ -59,7 +59,7 @@ def _seconds_around_forward(sampler_name: str) -> float:
     """Median over rounds of the time that one model call has around it."""
     stub = Stub(0.0 if SAMPLERS[sampler_name].make_noise is step_noise else WAIT_SECONDS)
     predict = Predictor(stub, WAN, dtype=torch.float32)
-    prompt = Conditioning(embedding=torch.randn(1, WAN.text_length, WAN.tiny["text_dim"]))
+    prompt = Entry(Conditioning(embedding=torch.randn(1, WAN.text_length, WAN.tiny["text_dim"])))
     table = FlowTable(shift=WAN.shift)
     sigmas = make_sigmas("simple", STEPS, table=table, sampler_name=sampler_name)
     noise, latent = draw_noise(LATENT, seed=0), torch.zeros(LATENT)

@@ -1,10 +1,10 @@
 """Noise, schedules and samplers that give ComfyUI's numbers."""
 
-from .latents import fit_empty_latent, from_model_space, resize_empty_latent, to_model_space
+from .latents import fit_empty_latent, fit_noise_mask, from_model_space, resize_empty_latent, to_model_space
 from .loop import run_sampler
 from .noise import draw_noise
 from .samplers import SAMPLERS, Denoise, ReportStep
-from .schedules import SCHEDULERS, FlowTable, make_sigmas
+from .schedules import SCHEDULERS, FlowTable, check_sigmas, cut_sigmas, make_sigmas
 
 __all__ = [
     "SAMPLERS",
@@ -12,8 +12,11 @@ __all__ = [
     "Denoise",
     "FlowTable",
     "ReportStep",
+    "check_sigmas",
+    "cut_sigmas",
     "draw_noise",
     "fit_empty_latent",
+    "fit_noise_mask",
     "from_model_space",
     "make_sigmas",
     "resize_empty_latent",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 
 def is_empty(latent: torch.Tensor) -> bool:
@@ -42,6 +44,28 @@ def resize_empty_latent(latent: torch.Tensor, *, spatial: float, temporal: float
     height, width = (round(size * spatial) for size in latent.shape[-2:])
     frames = [max(1, round(latent.shape[2] * temporal))] if latent.ndim == 5 else []
     return latent.new_zeros((*latent.shape[:2], *frames, height, width))
+
+
+def fit_noise_mask(mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A noise mask in the shape `(B, C, H, W)` or `(B, C, F, H, W)` of the latent.
+
+    A mask without dims for channels and frames has its pictures taken as the batch, or as the frames of a video. Raises
+    `ValueError` for one that does not fit in number.
+    """
+    batch, channels, *sizes = shape
+    if mask.ndim < 2 or mask.ndim > 5:
+        raise ValueError(f"the noise_mask has shape {tuple(mask.shape)}: use a mask of height and width")
+    mask = mask.float()
+    if len(sizes) == 2:
+        mask = mask.reshape(-1, 1, *mask.shape[-2:])
+    elif mask.ndim < 5:
+        mask = mask.reshape(1, 1, -1, *mask.shape[-2:])
+    if mask.shape[1] > channels:
+        raise ValueError(f"the noise_mask has {mask.shape[1]} channels, but the latent has {channels}: use a mask of 1 channel")
+    mask = F.interpolate(mask, size=sizes, mode="bilinear" if len(sizes) == 2 else "trilinear")
+    if 1 < mask.shape[1] < channels:
+        mask = mask.repeat(1, channels, *(1,) * len(sizes))[:, :channels]
+    return mask.repeat(math.ceil(batch / mask.shape[0]), *(1,) * (mask.ndim - 1))[:batch]
 
 
 def to_model_space(

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from .inpaint import MaskedDenoise
 from .latents import scale_noise, unscale_noise
+from .noise import draw_noise
 from .samplers import SAMPLERS, Denoise, ReportStep
 from .schedules import FlowTable
 
@@ -26,17 +28,22 @@ def run_sampler(
     progress: ReportStep,
     check: Callable[[], object] = lambda: None,
     cpu_noise_offset: int = 1,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Noise the latent to `sigmas[0]`, run the sampler, undo the scaling of the last sigma. All in model space.
 
     `sigmas` comes from `schedules.make_sigmas` (on the CPU, at least two) and is left as it is. `noise` and `latent`
     lie on the model's device. `seed` and `cpu_noise_offset` are for the samplers that draw noise between steps; see
     `noise.step_noise`. Between two model calls of one step `check` is called: what it raises ends the sampling.
+    `mask` is 1 where the latent is painted anew and 0 where it is kept; see `inpaint`.
     """
     sampler = SAMPLERS[sampler_name]
     if sigmas[-1] == 0:
         sigmas = torch.cat([sigmas[:-1], sigmas.new_tensor([sampler.end_sigma])])
     x = scale_noise(noise, latent, sigma=sigmas[0])
+    if mask is not None:
+        kept = draw_noise(noise.shape, seed=(seed + 1) % (1 << 64)).to(noise) if sampler.renoises_anew else noise
+        denoise = MaskedDenoise(denoise, mask, noise=kept, latent=latent)
     between = sampler.make_noise(x, sigmas, seed=seed, cpu_offset=cpu_noise_offset)
     end = sigmas[-1]
     if sampler.starts_below_1 and sigmas[0] >= 1:

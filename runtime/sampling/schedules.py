@@ -156,6 +156,28 @@ def make_sigmas(
     return sigmas if denoise > 0.9999 else sigmas[-(steps + 1) :]
 
 
+def cut_sigmas(sigmas: torch.Tensor, *, start: int, end: int, leftover_noise: bool) -> torch.Tensor:
+    """The sigmas of the steps from `start` to `end`, as KSamplerAdvanced picks them; `(0,)` where no step is left.
+
+    An `end` before the last step cuts the schedule short; its last sigma is then 0, unless `leftover_noise` is wanted.
+    """
+    last = len(sigmas) - 1
+    if end < last:
+        sigmas = sigmas[: end + 1].clone()
+        if not leftover_noise:
+            sigmas[-1] = 0
+    return sigmas[start:] if start < len(sigmas) - 1 else sigmas[:0]
+
+
+def check_sigmas(sigmas: torch.Tensor) -> torch.Tensor:
+    """Sigmas that a user brought, as the samplers take them. Raises `ValueError` for what is no schedule."""
+    if sigmas.ndim != 1 or not sigmas.is_floating_point():
+        raise ValueError(f"sigmas has shape {tuple(sigmas.shape)} and dtype {sigmas.dtype}: connect a list of noise levels")
+    if not sigmas.isfinite().all() or (sigmas < 0).any():
+        raise ValueError(f"sigmas holds {sigmas.tolist()[:8]}: every noise level must be a number, and none below 0")
+    return sigmas.float()
+
+
 def _even_timesteps(table: FlowTable, count: int) -> torch.Tensor:
     ends = table.timestep(table.sigmas[[-1, 0]])
     return torch.linspace(float(ends[0]), float(ends[1]), count)
