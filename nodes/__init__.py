@@ -9,12 +9,14 @@ from .decode import OutriggerDecode
 from .model import OutriggerLoadModel
 from .parallel import OutriggerParallelism
 from .sampler import OutriggerSampler
+from .sampler_advanced import OutriggerSamplerAdvanced
 
 NODES: tuple[type[io.ComfyNode], ...] = (
     OutriggerLoadModel,
     OutriggerParallelism,
     OutriggerTextEncode,
     OutriggerSampler,
+    OutriggerSamplerAdvanced,
     OutriggerDecode,
 )
 

@@ -6,32 +6,23 @@ from typing import Any
 
 import torch
 
-from ..runtime.protocol import ITEM_BYTES, Conditioning
+from ..runtime.protocol import ITEM_BYTES, MAX_ENTRIES, Conditioning
 from . import host
+from .sentences import in_our_words
 
-HONOURED = ("pooled_output", "attention_mask", "guidance")
+TENSORS = {"pooled_output": "pooled", "attention_mask": "attention_mask", "mask": "mask"}
+NUMBERS = ("guidance", "strength", "mask_strength", "start_percent", "end_percent")
+AREA_KEYS = ("area", "set_area_to_bounds", "clip_start_percent", "clip_end_percent", "default")
+"""Keys that become other fields of a `Conditioning`; `TENSORS` and `NUMBERS` go over as they are."""
+
+HONOURED = (*TENSORS, *NUMBERS, *AREA_KEYS)
 WITHOUT_EFFECT = (
     "width", "height", "crop_w", "crop_h", "target_width", "target_height", "aesthetic_score", "prompt_type",
-    "mask_strength", "set_area_to_bounds", "control_apply_to_uncond",
+    "control_apply_to_uncond",
 )  # fmt: skip
 """Keys that change nothing without another key, or for the models that run here (KSampler ignores them as well)."""
 
-NEUTRAL = {
-    "strength": 1.0,
-    "start_percent": 0.0,
-    "end_percent": 1.0,
-    "clip_start_percent": 0.0,
-    "clip_end_percent": 1.0,
-    "default": False,
-}
-"""Keys that change nothing while they have this value."""
-
 WAY_OUT = {
-    "strength": "set the strength to 1",
-    "area": "remove the node that sets the area",
-    "mask": "remove the node that sets the mask",
-    "start_percent": "remove Set Timestep Range",
-    "end_percent": "remove Set Timestep Range",
     "control": "remove Apply ControlNet",
     "gligen": "remove GLIGEN",
     "hooks": "remove the hook nodes",
@@ -39,6 +30,7 @@ WAY_OUT = {
     "reference_latents": "remove Reference Latent",
     "clip_vision_output": "use a text-to-video graph: image-to-video models do not run here yet",
 }
+PERCENT = "percentage"
 DOWNSCALE_KEYS = ("downscale_ratio_spacial", "downscale_ratio_temporal")
 
 
@@ -46,24 +38,45 @@ def to_conditioning(value: Any, what: str) -> tuple[Conditioning, ...]:
     """A CONDITIONING socket's value as messages. `what` names the input. Raises `ValueError` for what is not honoured."""
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError(f"{what}: connect a text encoder; this CONDITIONING is empty")
-    if len(value) > 1:
-        raise ValueError(
-            f"{what}: use one prompt in place of {len(value)} combined ones "
-            f"(Conditioning Combine, or a prompt with a schedule): Outrigger samples with one entry"
-        )
-    embedding, options = value[0]
+    if len(value) > MAX_ENTRIES:
+        raise ValueError(f"{what}: combine {MAX_ENTRIES} prompts at most; this CONDITIONING has {len(value)}")
+    return tuple(_entry(embedding, options, what) for embedding, options in value)
+
+
+def _entry(embedding: torch.Tensor | None, options: dict[str, Any], what: str) -> Conditioning:
+    """One entry of a CONDITIONING as a message."""
     _refuse_unhonoured(options, what)
     if embedding is None:
         raise ValueError(f"{what}: connect a text encoder; this CONDITIONING carries no embedding")
-    guidance = options.get("guidance")
-    return (
-        Conditioning(
+    present = {key: value for key, value in options.items() if value is not None}
+    fields = {field: _to_send(present[key], what) for key, field in TENSORS.items() if key in present}
+    fields |= {key: float(present[key]) for key in NUMBERS if key in present}
+    fields |= _area(present.get("area"), what)
+    if "clip_start_percent" in present:
+        fields["start_percent"] = max(float(present["clip_start_percent"]), fields.get("start_percent", 0.0))
+        fields["end_percent"] = min(float(present.get("clip_end_percent", 1.0)), fields.get("end_percent", 1.0))
+    try:
+        return in_our_words(
+            Conditioning,
             embedding=_to_send(embedding, what),
-            pooled=_to_send(options.get("pooled_output"), what),
-            attention_mask=_to_send(options.get("attention_mask"), what),
-            guidance=None if guidance is None else float(guidance),
-        ),
-    )
+            area_from_mask="mask" in present and bool(present.get("set_area_to_bounds")),
+            default="default" in present,
+            **fields,
+        )
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+
+
+def _area(area: Any, what: str) -> dict[str, tuple]:
+    """The fields of an area: latent pixels, or parts of the latent behind the word "percentage"."""
+    if area is None:
+        return {}
+    try:
+        if area[0] == PERCENT:
+            return {"area_percent": tuple(float(part) for part in area[1:])}
+        return {"area": tuple(int(size) for size in area)}
+    except (TypeError, ValueError, IndexError):
+        raise ValueError(f"{what}: set the area again: this CONDITIONING carries the area {area!r}") from None
 
 
 def from_conditioning(conditioning: Conditioning) -> list[list[Any]]:
@@ -88,13 +101,31 @@ def to_latent(value: Any, what: str) -> torch.Tensor:
     return _to_send(latent, what)
 
 
-def refuse_noise_mask(value: Any) -> None:
-    """Raises `ValueError` when a LATENT carries a mask, which the sampler does not honour yet."""
-    if isinstance(value, dict) and value.get("noise_mask") is not None:
-        raise ValueError(
-            "latent_image: remove Set Latent Noise Mask (or VAE Encode for Inpainting): this latent carries a "
-            "noise_mask, and Outrigger does not sample behind a mask yet"
-        )
+def noise_mask(value: dict[str, Any], what: str) -> torch.Tensor | None:
+    """The mask of a LATENT, 1 where it is painted anew, ready to send; None for none."""
+    mask = value.get("noise_mask")
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        raise ValueError(f"{what}: set the noise mask again: this latent carries a {type(mask).__name__} for one")
+    return _to_send(mask, what)
+
+
+def to_sigmas(value: torch.Tensor | None, what: str) -> torch.Tensor | None:
+    """A SIGMAS socket's value, ready to send; None for none."""
+    if value is not None and not isinstance(value, torch.Tensor):
+        raise ValueError(f"{what}: connect a scheduler; this input holds {type(value).__name__}, not SIGMAS")
+    return _to_send(value, what)
+
+
+def to_noise(value: Any, latent: dict[str, Any], what: str) -> torch.Tensor | None:
+    """What a NOISE socket's object draws for a LATENT, ready to send; None for none."""
+    if value is None:
+        return None
+    if not hasattr(value, "generate_noise"):
+        raise ValueError(f"{what}: connect a noise node; this input holds {type(value).__name__}, not NOISE")
+    noise = value.generate_noise(latent)
+    if getattr(noise, "is_nested", False):
+        raise ValueError(f"{what}: use the noise of pictures alone; this one holds several tensors (video with sound)")
+    return _to_send(noise, what)
 
 
 def batch_index(value: dict[str, Any]) -> tuple[int, ...] | None:
@@ -123,8 +154,6 @@ def from_images(images: torch.Tensor) -> torch.Tensor:
 def _refuse_unhonoured(options: dict[str, Any], what: str) -> None:
     for key, value in options.items():
         if key in HONOURED or key in WITHOUT_EFFECT or value is None:
-            continue
-        if key in NEUTRAL and value == NEUTRAL[key]:
             continue
         way_out = WAY_OUT.get(key, "connect the conditioning as it was before the node that adds this")
         shown = f" ({value})" if isinstance(value, (int, float, str)) else ""

@@ -7,7 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from .display import NodeDisplay
-from .io_types import CATEGORY, Model, searchable
+from .io_types import CATEGORY, Model, advanced, searchable
 from .parts import SAMPLER_NAMES, SCHEDULER_NAMES, convert, session, settings
 from .sentences import in_our_words
 
@@ -26,7 +26,7 @@ class OutriggerSampler(io.ComfyNode):
             ),
             inputs=[
                 Model.Input("model", tooltip="From Outrigger Load Model."),
-                *_noise_and_steps(),
+                *noise_and_steps("seed"),
                 io.Conditioning.Input("positive", tooltip="What the picture should show."),
                 io.Conditioning.Input(
                     "negative",
@@ -45,6 +45,7 @@ class OutriggerSampler(io.ComfyNode):
                     step=0.01,
                     tooltip="How much of the latent is replaced by noise; lower values keep its structure.",
                 ),
+                shift_widget(),
             ],
             outputs=[io.Latent.Output(display_name="latent", tooltip="The denoised latent, in the VAE's own space.")],
             hidden=[io.Hidden.unique_id],
@@ -73,6 +74,7 @@ class OutriggerSampler(io.ComfyNode):
         sampler_name: str = SAMPLER_NAMES[0],
         scheduler: str = SCHEDULER_NAMES[0],
         denoise: float = 1.0,
+        shift: float = 0.0,
     ) -> io.NodeOutput:
         widgets = in_our_words(
             settings.SampleSettings,
@@ -82,27 +84,36 @@ class OutriggerSampler(io.ComfyNode):
             sampler_name=sampler_name,
             scheduler=scheduler,
             denoise=denoise,
+            shift=shift,
         )
-        convert.refuse_noise_mask(latent_image)
         display = NodeDisplay(cls.hidden.unique_id, stage="sampling")
-        latent = session.sample(
-            model,
-            widgets,
-            positive=convert.to_conditioning(positive, "positive"),
-            negative=_negative(model, negative, widgets.needs_negative, display),
-            latent=convert.to_latent(latent_image, "latent_image"),
-            batch_index=convert.batch_index(latent_image),
-            downscale=convert.downscale(latent_image),
-            display=display,
-        )
-        return io.NodeOutput(convert.from_latent(latent, latent_image))
+        return io.NodeOutput(sampled(model, widgets, positive, negative, latent_image, display=display))
 
 
-def _noise_and_steps() -> list[io.Input]:
-    """KSampler's widgets between model and positive, in its order and with its bounds."""
+def sampled(
+    model: Any, widgets: Any, positive: Any, negative: Any, latent_image: Any, *, display: NodeDisplay, **given: Any
+) -> dict[str, Any]:
+    """The LATENT that the sidecar makes of the sockets' values. `given` are further inputs of the request."""
+    latent = session.sample(
+        model,
+        widgets,
+        positive=convert.to_conditioning(positive, "positive"),
+        negative=_negative(model, negative, widgets.needs_negative, display),
+        latent=convert.to_latent(latent_image, "latent_image"),
+        noise_mask=convert.noise_mask(latent_image, "latent_image"),
+        batch_index=convert.batch_index(latent_image),
+        downscale=convert.downscale(latent_image),
+        display=display,
+        **given,
+    )
+    return convert.from_latent(latent, latent_image)
+
+
+def noise_and_steps(seed: str) -> list[io.Input]:
+    """KSampler's widgets between model and positive, in its order and with its bounds. `seed` is the name of the first."""
     return [
         io.Int.Input(
-            "seed",
+            seed,
             optional=True,
             default=0,
             min=0,
@@ -132,6 +143,21 @@ def _noise_and_steps() -> list[io.Input]:
             tooltip="How the noise level falls over the steps, by KSampler's names.",
         ),
     ]  # fmt: skip
+
+
+def shift_widget() -> io.Input:
+    """The sigma shift, which ComfyUI sets with ModelSamplingSD3."""
+    return advanced(
+        io.Float.Input(
+            "shift",
+            optional=True,
+            default=0.0,
+            min=0.0,
+            max=100.0,
+            step=0.01,
+            tooltip="Sigma shift of the schedule, as ModelSamplingSD3 sets it. 0 takes the model's own.",
+        )
+    )
 
 
 def _negative(model: Any, negative: Any, needed: bool, display: NodeDisplay) -> tuple:

@@ -6,6 +6,7 @@ import logging
 import threading
 import uuid
 from contextlib import closing
+from typing import Any
 
 import torch
 
@@ -52,30 +53,19 @@ def encode_text(model: ModelSettings, text: str, display: NodeDisplay) -> Condit
     return run(in_our_words(EncodeText, job=_new_job(), model=model, text=text), display).conditioning
 
 
-def sample(
-    model: ModelSettings,
-    settings: SampleSettings,
-    *,
-    positive: tuple[Conditioning, ...],
-    negative: tuple[Conditioning, ...],
-    latent: torch.Tensor,
-    batch_index: tuple[int, ...] | None,
-    downscale: tuple[int | None, int | None],
-    display: NodeDisplay,
-) -> torch.Tensor:
-    """The denoised latent. Raises as `run` does."""
+def sample(model: ModelSettings, settings: SampleSettings, *, display: NodeDisplay, **inputs: Any) -> torch.Tensor:
+    """The denoised latent. `inputs` are those of `Sample`: conditioning, latent and what goes with them.
+
+    Raises as `run` does.
+    """
     request = in_our_words(
         Sample,
         job=_new_job(),
         model=model,
         settings=settings,
-        positive=positive,
-        negative=negative,
-        latent=latent,
-        batch_index=batch_index,
-        downscale=downscale,
         cpu_noise_offset=host.cpu_noise_offset(),
         preview=host.wants_previews(),
+        **inputs,
     )
     return run(request, display).latent
 

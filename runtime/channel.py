@@ -20,8 +20,9 @@ import zmq
 from pydantic import ValidationError
 
 from .errors import ProtocolError, Refused
+from .message import MAX_HEADER_BYTES, MAX_TENSOR_BYTES, MAX_TENSORS, Message, TensorRef
 from .pool import SMALLEST_BYTES, Mappings, Pool, bytes_of, tensor_over
-from .protocol import MAX_HEADER_BYTES, MAX_TENSOR_BYTES, MAX_TENSORS, PROTOCOL_VERSION, Message, TensorRef
+from .protocol import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     import torch

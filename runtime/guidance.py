@@ -127,7 +127,9 @@ class Denoiser:
         used = tuple(entry.is_used(sigma) for branch in self._branches for entry in branch)
         if used not in self._plans:
             branches = [[entry for entry in branch if entry.is_used(sigma)] for branch in self._branches]
-            listed = [(number, entry) for number, branch in enumerate(branches) for entry in branch if not entry.default]
+            listed = [
+                (number, entry) for number, branch in enumerate(branches) for entry in branch if not entry.default
+            ]
             for number, branch in enumerate(branches):
                 listed += [(number, entry) for entry in _defaults(branch, x)]
             self._plans[used] = _joined(listed)
@@ -191,7 +193,9 @@ def _joined(listed: list[tuple[int, Entry]]) -> list[_Call]:
 
 
 def _concatenated(conditionings: Sequence[Conditioning]) -> Conditioning:
-    joined = {name: torch.cat([getattr(each, name) for each in conditionings]) for name, _ in _tensors(conditionings[0])}
+    joined = {
+        name: torch.cat([getattr(each, name) for each in conditionings]) for name, _ in _tensors(conditionings[0])
+    }
     return conditionings[0].model_copy(update=joined)
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from .errors import ProtocolError, Refused
 from .folders import SHARED_MEMORY
-from .protocol import TensorRef
+from .message import TensorRef
 
 if TYPE_CHECKING:
     import torch

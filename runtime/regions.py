@@ -30,7 +30,9 @@ def resolve_region(conditioning: Conditioning, dims: Sequence[int]) -> Condition
     """
     changes = {"area_percent": None, "area": conditioning.area}
     if len(conditioning.area or conditioning.area_percent or ()) // 2 > len(dims):
-        raise ValueError("the area of a conditioning is one of a video, but this latent is of pictures: set it in 2 dims")
+        raise ValueError(
+            "the area of a conditioning is one of a video, but this latent is of pictures: set it in 2 dims"
+        )
     if conditioning.area_percent is not None:
         changes["area"] = _area_of_percent(conditioning.area_percent, dims)
     if conditioning.mask is not None:
@@ -67,7 +69,9 @@ def box_of(area: Area | None, shape: Sequence[int]) -> Box | None:
         )
     ends = [min(size, offset + own) for own, offset, size in zip(sizes, offsets, dims, strict=True)]
     if any(end == offset for end, offset in zip(ends, offsets, strict=True)):
-        raise ValueError(f"the area of a conditioning has the size {sizes}: make it at least 1 latent pixel wide and high")
+        raise ValueError(
+            f"the area of a conditioning has the size {sizes}: make it at least 1 latent pixel wide and high"
+        )
     return (slice(None), slice(None), *map(slice, offsets, ends))
 
 
@@ -78,7 +82,9 @@ def weight_of(conditioning: Conditioning, box: Box | None, x: torch.Tensor) -> t
     if conditioning.mask is not None:
         mask = conditioning.mask[:batch].to(x.device)
         if batch % len(mask):
-            raise ValueError(f"a mask of a conditioning has {len(mask)} pictures, which do not divide a batch of {batch}")
+            raise ValueError(
+                f"a mask of a conditioning has {len(mask)} pictures, which do not divide a batch of {batch}"
+            )
         part = mask[:, None] if box is None else mask[:, None][box]
         part = (part * conditioning.mask_strength).repeat(batch // len(mask), *(1,) * (part.ndim - 1))
         return part * conditioning.strength

@@ -16,7 +16,19 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "outrigger_under_test"
-PARTS = ("convert", "display", "files", "host", "model", "parallel", "parts", "sampler", "sentences", "session")
+PARTS = (
+    "convert",
+    "display",
+    "files",
+    "host",
+    "model",
+    "parallel",
+    "parts",
+    "sampler",
+    "sampler_advanced",
+    "sentences",
+    "session",
+)
 RUNTIME = ("errors", "protocol", "settings")
 
 

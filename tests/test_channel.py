@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from runtime.channel import Bell, Connection, Listener, check_endpoint, decode, encode, parse, references
 from runtime.errors import ProtocolError, Refused
+from runtime.message import ITEM_BYTES, MAX_HEADER_BYTES
 from runtime.pool import Mappings
 from runtime.protocol import (
-    ITEM_BYTES,
-    MAX_HEADER_BYTES,
     Conditioning,
     Decode,
     EncodeText,

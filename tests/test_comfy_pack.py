@@ -23,7 +23,9 @@ NODE_INPUTS = {
     "OutriggerLoadModel": "model* dtype quant text_encoder text_encoder_2 vae parallel memory speed",
     "OutriggerParallelism": "devices ulysses ring tensor cfg data",
     "OutriggerTextEncode": "model* text*",
-    "OutriggerSampler": "model* positive* latent_image* seed steps cfg sampler_name scheduler negative denoise",
+    "OutriggerSampler": "model* positive* latent_image* seed steps cfg sampler_name scheduler negative denoise shift",
+    "OutriggerSamplerAdvanced": "model* positive* latent_image* add_noise noise_seed steps cfg sampler_name scheduler negative "
+    "start_at_step end_at_step return_with_leftover_noise sigmas noise shift",
     "OutriggerDecode": "model* samples*",
 }
 """Inputs of each node in ComfyUI's order (required ones first); the ones marked * are required. Append only."""
@@ -33,6 +35,7 @@ OUTPUTS = {
     "OutriggerParallelism": ["OUTRIGGER_PARALLEL"],
     "OutriggerTextEncode": ["CONDITIONING"],
     "OutriggerSampler": ["LATENT"],
+    "OutriggerSamplerAdvanced": ["LATENT"],
     "OutriggerDecode": ["IMAGE"],
 }
 UI_ONLY = ("MarkdownNote",)
@@ -96,7 +99,18 @@ def test_node_has_its_inputs_for_ever_and_explains_each(comfyui: ComfyUI, node: 
     assert len(described["description"]) > 40
     assert all(len(options.get("tooltip", "")) > 20 for _, options in {**required, **optional}.values())
     assert all(len(tooltip) > 20 for tooltip in described["output_tooltips"])
-    sockets = ("model", "parallel", "memory", "speed", "positive", "negative", "latent_image", "samples")
+    sockets = (
+        "model",
+        "parallel",
+        "memory",
+        "speed",
+        "positive",
+        "negative",
+        "latent_image",
+        "samples",
+        "sigmas",
+        "noise",
+    )
     assert all("default" in options for name, (_, options) in optional.items() if name not in sockets)
 
 
@@ -108,11 +122,24 @@ def test_help_page_is_served_and_names_every_input(comfyui: ComfyUI, node: str):
     assert missing == []
 
 
-def test_sampler_has_ksamplers_widgets_in_ksamplers_order_and_bounds(comfyui: ComfyUI):
-    ours, theirs = info(comfyui, "OutriggerSampler"), info(comfyui, "KSampler")
-    assert widgets(ours) == widgets(theirs)
+@pytest.mark.parametrize(
+    ("node", "stock_node", "numbers"),
+    [
+        ("OutriggerSampler", "KSampler", ("seed", "steps", "cfg", "denoise")),
+        (
+            "OutriggerSamplerAdvanced",
+            "KSamplerAdvanced",
+            ("noise_seed", "steps", "cfg", "start_at_step", "end_at_step"),
+        ),
+    ],
+)
+def test_sampler_has_ksamplers_widgets_in_ksamplers_order_and_bounds(
+    comfyui: ComfyUI, node: str, stock_node: str, numbers: tuple[str, ...]
+):
+    ours, theirs = info(comfyui, node), info(comfyui, stock_node)
+    assert widgets(ours) == [*widgets(theirs), "shift"]
     options = {name: spec[1] for group in ours["input"].values() for name, spec in group.items() if len(spec) > 1}
-    for name in ("seed", "steps", "cfg", "denoise"):
+    for name in numbers:
         stock = theirs["input"]["required"][name][1]
         bounds = [key for key in ("min", "max", "step", "round") if key in stock]
         assert {key: options[name].get(key) for key in bounds} == {key: stock[key] for key in bounds}

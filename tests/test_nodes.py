@@ -20,6 +20,7 @@ NODE_IDS = (
     "OutriggerParallelism",
     "OutriggerTextEncode",
     "OutriggerSampler",
+    "OutriggerSamplerAdvanced",
     "OutriggerDecode",
 )
 
@@ -47,9 +48,8 @@ def test_conditioning_carries_what_is_honoured(pack):
     "options",
     [
         {"width": 512, "height": 512, "crop_w": 0, "prompt_type": "positive"},
-        {"strength": 1.0},
-        {"start_percent": 0.0, "end_percent": 1.0},
-        {"pooled_output": None, "control": None, "hooks": None},
+        {"pooled_output": None, "control": None, "hooks": None, "area": None, "mask": None},
+        {"set_area_to_bounds": True},
     ],
 )
 def test_conditioning_keys_without_effect_are_accepted(pack, options):
@@ -59,11 +59,6 @@ def test_conditioning_keys_without_effect_are_accepted(pack, options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"strength": 0.5},
-        {"area": (1, 2, 3, 4)},
-        {"mask": torch.ones(1)},
-        {"start_percent": 0.2},
-        {"end_percent": 0.9},
         {"control": object()},
         {"gligen": ()},
         {"hooks": object()},
@@ -79,14 +74,44 @@ def test_conditioning_keys_that_are_not_applied_are_refused_by_name(pack, option
         pack.convert.to_conditioning(entry(**options), "positive")
 
 
+MASK = torch.ones(1, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"strength": 0.5}, {"strength": 0.5}),
+        ({"area": (4, 6, 0, 2)}, {"area": (4, 6, 0, 2)}),
+        ({"area": ("percentage", 1, 0.5, 0, 0.25)}, {"area_percent": (1.0, 0.5, 0.0, 0.25)}),
+        ({"mask": MASK, "mask_strength": 2}, {"mask_strength": 2.0, "area_from_mask": False}),
+        ({"mask": MASK, "set_area_to_bounds": True}, {"area_from_mask": True}),
+        ({"start_percent": 0.2, "end_percent": 0.9}, {"start_percent": 0.2, "end_percent": 0.9}),
+        ({"clip_start_percent": 0.3, "clip_end_percent": 0.6, "start_percent": 0.2}, {"start_percent": 0.3, "end_percent": 0.6}),
+        ({"clip_start_percent": 0.3, "clip_end_percent": 0.6, "end_percent": 0.5}, {"start_percent": 0.3, "end_percent": 0.5}),
+        ({"default": True}, {"default": True}),
+        ({}, {"strength": 1.0, "area": None, "start_percent": None, "end_percent": None, "default": False}),
+    ],
+)  # fmt: skip
+def test_where_and_when_a_conditioning_counts_is_sent(pack, options, fields):
+    (_, sent) = pack.convert.to_conditioning(entry() + entry(**options), "positive")
+    assert {name: getattr(sent, name) for name in fields} == fields
+    assert sent.mask is None if "mask" not in options else torch.equal(sent.mask, MASK)
+
+
 @pytest.mark.parametrize(
     ("value", "says"),
     [
         ([], "connect a text encoder"),
-        (entry() + entry(), "one prompt in place of 2"),
+        (entry() * 33, "combine 32 prompts at most"),
         ([[None, {}]], "no embedding"),
         ("text", "connect a text encoder"),
         ([[torch.zeros(1, 4, 8, dtype=torch.float8_e4m3fn), {}]], "float8_e4m3fn"),
+        (entry(area=(1, 2, 3)), "^negative: an area has 4 or 6 numbers"),
+        (entry(area=("percentage", 1.0, 2.0, 0.0, 0.0)), r"^negative: area_percent.1 is 2.0: set it to 1.0 or less"),
+        (entry(area=(1, 2, -3, 4)), r"^negative: area.2 is -3: set it to 0 or more"),
+        (entry(area=3), "^negative: set the area again.* area 3$"),
+        (entry(strength=float("nan")), "^negative: strength is nan"),
+        (entry(default=True, area=(1, 1, 0, 0)), "^negative: a default conditioning .* cannot have an area"),
     ],
 )
 def test_conditioning_of_another_form_is_refused(pack, value, says):
@@ -127,13 +152,14 @@ def test_latent_of_another_form_is_refused(pack, latent, says):
         pack.convert.to_latent(latent, "samples")
 
 
-def test_noise_mask_is_refused_by_name(pack):
-    with pytest.raises(ValueError, match="noise_mask"):
-        pack.sampler.OutriggerSampler.execute(
-            model=None,
-            positive=entry(),
-            latent_image={"samples": torch.zeros(1, 16, 4, 4), "noise_mask": torch.ones(1)},
-        )
+def test_a_noise_mask_goes_with_the_latent_and_stays_with_the_result(pack):
+    mask = torch.ones(1, 1, 8, 8)
+    latent = {"samples": torch.zeros(1, 16, 4, 4), "noise_mask": mask}
+    assert torch.equal(pack.convert.noise_mask(latent, "latent_image"), mask)
+    assert pack.convert.from_latent(torch.ones(2), latent)["noise_mask"] is mask
+    assert pack.convert.noise_mask({"samples": 0, "noise_mask": None}, "latent_image") is None
+    with pytest.raises(ValueError, match=r"^latent_image: set the noise mask again"):
+        pack.convert.noise_mask({"noise_mask": "mask"}, "latent_image")
 
 
 def test_an_empty_latent_tells_which_vae_it_was_made_for(pack):
@@ -422,6 +448,62 @@ def test_without_a_negative_the_empty_prompt_is_encoded_where_guidance_needs_one
     assert started[0].requests[0].text == ""
 
 
+class Noise:
+    """As ComfyUI's noise nodes make it."""
+
+    seed = 12
+
+    def generate_noise(self, latent: dict) -> torch.Tensor:
+        return torch.full_like(latent["samples"], 2.0)
+
+
+def sample_advanced(pack, **inputs):
+    (model,) = pack.model.OutriggerLoadModel.execute(model="tiny-shapes")
+    latent = {"samples": torch.zeros(1, 16, 1, 4, 4)}
+    given = {"model": model, "positive": entry(), "negative": entry(), "latent_image": latent} | inputs
+    return pack.sampler_advanced.OutriggerSamplerAdvanced.execute(**given)
+
+
+def test_advanced_widgets_reach_the_request(pack, sidecar):
+    started = sidecar(sampled(pack))
+    sample_advanced(
+        pack, add_noise="disable", noise_seed=3, start_at_step=2, end_at_step=5, return_with_leftover_noise="enable", shift=2
+    )  # fmt: skip
+    sample_advanced(pack, noise=Noise(), sigmas=torch.tensor([1.0, 0.0]))
+    first, second = started[0].requests
+    expected = {
+        "add_noise": False,
+        "seed": 3,
+        "start_at_step": 2,
+        "end_at_step": 5,
+        "leftover_noise": True,
+        "shift": 2.0,
+    }
+    assert {name: getattr(first.settings, name) for name in expected} == expected
+    assert first.noise is None and first.sigmas is None
+    assert second.settings.seed == 12 and second.settings.add_noise
+    assert second.noise.unique().tolist() == [2.0] and second.sigmas.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ({"add_noise": "maybe"}, "^add_noise 'maybe' .* enable, disable"),
+        ({"return_with_leftover_noise": ""}, "^return_with_leftover_noise '' "),
+        ({"start_at_step": -1}, "^start_at_step is -1: set it to 0 or more"),
+        ({"end_at_step": 10001}, "^end_at_step is 10001: set it to 10000 or less"),
+        ({"shift": 101.0}, "^shift is 101.0: set it to 100"),
+        ({"sigmas": 3}, "^sigmas: connect a scheduler"),
+        ({"noise": 3}, "^noise: connect a noise node"),
+        ({"latent_image": {}}, "^latent_image: connect a latent"),
+    ],
+)
+def test_advanced_values_that_do_not_fit_are_refused_by_name(pack, sidecar, inputs, says):
+    sidecar(sampled(pack))
+    with pytest.raises(ValueError, match=says):
+        sample_advanced(pack, **inputs)
+
+
 # The pack as a whole
 
 
@@ -471,7 +553,7 @@ def test_without_a_package_the_nodes_are_there_and_say_what_to_install(missing):
         """
     )
     run = subprocess.run([sys.executable, "-c", script, missing], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert run.stdout.startswith("5\nMissingPackages run "), run.stdout + run.stderr
+    assert run.stdout.startswith("6\nMissingPackages run "), run.stdout + run.stderr
     assert "-m pip install -r" in run.stdout
     assert missing in run.stdout
 

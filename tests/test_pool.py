@@ -17,8 +17,9 @@ from runtime import folders
 from runtime.channel import decode, encode, parse
 from runtime.errors import ProtocolError, Refused
 from runtime.folders import SHARED_MEMORY, PrivateFolder, shared_folder, sweep
+from runtime.message import TensorRef
 from runtime.pool import HEADER_BYTES, Mappings, Pool
-from runtime.protocol import Sampled, TensorRef, event_from
+from runtime.protocol import Sampled, event_from
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="this system has no /dev/shm: tensors use frames")
 MIB = 1 << 20

@@ -6,12 +6,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from runtime.message import TensorRef
 from runtime.protocol import (
     Conditioning,
     Decode,
     EncodeText,
     Sample,
-    TensorRef,
     event_from,
     request_from,
 )

@@ -128,7 +128,11 @@ LATENTS = {
     "noise mask of an empty latent": {"latent": "four-channels", "noise_mask": "noise-mask-smooth"},
     "noise mask, half denoised": {"latent": "picture", "noise_mask": "noise-mask-smooth", "denoise": 0.5},
     "noise mask and batch index": {"latent": "pictures", "noise_mask": "noise-mask", "batch_index": [2, 0, 2]},
-    "noise mask and area": {"latent": "clip", "noise_mask": "noise-mask-smooth", "positive": [["a", {}], ["b", {"area": AREA}]]},
+    "noise mask and area": {
+        "latent": "clip",
+        "noise_mask": "noise-mask-smooth",
+        "positive": [["a", {}], ["b", {"area": AREA}]],
+    },
     "noise mask at cfg 1": {"latent": "picture", "noise_mask": "noise-mask", "cfg": 1.0},
     "batch index": {"latent": "pictures", "batch_index": [1, 1, 0], "denoise": 0.7},
     "little denoised": {"latent": "picture", "denoise": 0.3},
@@ -169,11 +173,11 @@ ADVANCED = {
 }  # fmt: skip
 NAMED = KINDS | LATENTS | ADVANCED
 CASES = {
-    f"{name}, {sampler}": BASE | case | {"sampler_name": sampler} for sampler in SAMPLERS for name, case in NAMED.items()
+    f"{name}, {sampler}": BASE | case | {"sampler_name": sampler}
+    for sampler in SAMPLERS
+    for name, case in NAMED.items()
 }
-FEW = {
-    name: case for place, (name, case) in enumerate(CASES.items()) if place % 5 < 1 or "handed over" in name
-}
+FEW = {name: case for place, (name, case) in enumerate(CASES.items()) if place % 5 < 1 or "handed over" in name}
 PAIRS = {
     f"{first} and {second}, {sampler}": BASE
     | {

@@ -61,7 +61,9 @@ def fit_noise_mask(mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     elif mask.ndim < 5:
         mask = mask.reshape(1, 1, -1, *mask.shape[-2:])
     if mask.shape[1] > channels:
-        raise ValueError(f"the noise_mask has {mask.shape[1]} channels, but the latent has {channels}: use a mask of 1 channel")
+        raise ValueError(
+            f"the noise_mask has {mask.shape[1]} channels, but the latent has {channels}: use a mask of 1 channel"
+        )
     mask = F.interpolate(mask, size=sizes, mode="bilinear" if len(sizes) == 2 else "trilinear")
     if 1 < mask.shape[1] < channels:
         mask = mask.repeat(1, channels, *(1,) * len(sizes))[:, :channels]

@@ -172,7 +172,9 @@ def cut_sigmas(sigmas: torch.Tensor, *, start: int, end: int, leftover_noise: bo
 def check_sigmas(sigmas: torch.Tensor) -> torch.Tensor:
     """Sigmas that a user brought, as the samplers take them. Raises `ValueError` for what is no schedule."""
     if sigmas.ndim != 1 or not sigmas.is_floating_point():
-        raise ValueError(f"sigmas has shape {tuple(sigmas.shape)} and dtype {sigmas.dtype}: connect a list of noise levels")
+        raise ValueError(
+            f"sigmas has shape {tuple(sigmas.shape)} and dtype {sigmas.dtype}: connect a list of noise levels"
+        )
     if not sigmas.isfinite().all() or (sigmas < 0).any():
         raise ValueError(f"sigmas holds {sigmas.tolist()[:8]}: every noise level must be a number, and none below 0")
     return sigmas.float()

@@ -1,0 +1,142 @@
+"""Sampler (Advanced): KSamplerAdvanced's widgets and sockets, and SIGMAS and NOISE of other nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from .display import NodeDisplay
+from .io_types import CATEGORY, Model, searchable
+from .parts import SAMPLER_NAMES, SCHEDULER_NAMES, convert, settings
+from .sampler import noise_and_steps, sampled, shift_widget
+from .sentences import in_our_words
+
+SWITCH = {"enable": True, "disable": False}
+LAST_STEP = 10000
+
+
+class OutriggerSamplerAdvanced(io.ComfyNode):
+    """Model, CONDITIONING and LATENT to LATENT, over a part of the steps."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        schema = io.Schema(
+            node_id="OutriggerSamplerAdvanced",
+            display_name="Outrigger Sampler (Advanced)",
+            category=CATEGORY,
+            description=(
+                "Runs a part of the steps, with or without noise at the start and the end, or along the SIGMAS of another "
+                "node. The same seed and settings give the latent that KSampler (Advanced) gives."
+            ),
+            inputs=[
+                Model.Input("model", tooltip="From Outrigger Load Model."),
+                _switch(
+                    "add_noise", "enable", "disable starts from the latent as it is, with the noise left over in it."
+                ),
+                *noise_and_steps("noise_seed"),
+                io.Conditioning.Input("positive", tooltip="What the picture should show."),
+                io.Conditioning.Input(
+                    "negative",
+                    optional=True,
+                    tooltip="What the picture should not show. Unconnected: the empty prompt, where cfg asks for one.",
+                ),
+                io.Latent.Input("latent_image", tooltip="The latent to denoise, or one with noise left over."),
+                _step("start_at_step", 0, "The first step to run. Those before it are left out."),
+                _step("end_at_step", LAST_STEP, "Where to stop. A number over steps runs them to the end."),
+                _switch(
+                    "return_with_leftover_noise",
+                    "disable",
+                    "enable keeps the noise of the step it stops at, for the next sampler; disable removes it.",
+                ),
+                io.Sigmas.Input(
+                    "sigmas",
+                    optional=True,
+                    tooltip="Noise levels of a scheduler node, in place of steps and scheduler.",
+                ),
+                io.Noise.Input(
+                    "noise", optional=True, tooltip="Noise of a noise node, in place of add_noise and noise_seed."
+                ),
+                shift_widget(),
+            ],
+            outputs=[
+                io.Latent.Output(
+                    display_name="latent",
+                    tooltip="The latent, in the VAE's own space; with noise left over where asked.",
+                )
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+        return searchable(schema, "ksampler advanced", "samplercustom", "sigmas", "leftover noise", "refiner")
+
+    @classmethod
+    def validate_inputs(
+        cls,
+        sampler_name: str = SAMPLER_NAMES[0],
+        scheduler: str = SCHEDULER_NAMES[0],
+        add_noise: str = "enable",
+        return_with_leftover_noise: str = "disable",
+    ) -> bool | str:
+        """Called when the prompt is queued. ComfyUI itself sees to the bounds of the numbers."""
+        try:
+            in_our_words(settings.SampleSettings, sampler_name=sampler_name, scheduler=scheduler)
+            _is_on("add_noise", add_noise)
+            _is_on("return_with_leftover_noise", return_with_leftover_noise)
+        except ValueError as error:
+            return str(error)
+        return True
+
+    @classmethod
+    def execute(
+        cls,
+        model: Any,
+        positive: Any,
+        latent_image: Any,
+        negative: Any = None,
+        add_noise: str = "enable",
+        noise_seed: int = 0,
+        steps: int = 20,
+        cfg: float = 5.0,
+        sampler_name: str = SAMPLER_NAMES[0],
+        scheduler: str = SCHEDULER_NAMES[0],
+        start_at_step: int = 0,
+        end_at_step: int = LAST_STEP,
+        return_with_leftover_noise: str = "disable",
+        sigmas: Any = None,
+        noise: Any = None,
+        shift: float = 0.0,
+    ) -> io.NodeOutput:
+        widgets = in_our_words(
+            settings.SampleSettings,
+            seed=getattr(noise, "seed", noise_seed),
+            steps=steps,
+            cfg=cfg,
+            sampler_name=sampler_name,
+            scheduler=scheduler,
+            add_noise=_is_on("add_noise", add_noise),
+            start_at_step=start_at_step,
+            end_at_step=end_at_step,
+            leftover_noise=_is_on("return_with_leftover_noise", return_with_leftover_noise),
+            shift=shift,
+        )
+        convert.to_latent(latent_image, "latent_image")
+        given = {
+            "sigmas": convert.to_sigmas(sigmas, "sigmas"),
+            "noise": convert.to_noise(noise, latent_image, "noise"),
+        }
+        display = NodeDisplay(cls.hidden.unique_id, stage="sampling")
+        return io.NodeOutput(sampled(model, widgets, positive, negative, latent_image, display=display, **given))
+
+
+def _switch(name: str, default: str, tooltip: str) -> io.Input:
+    return io.Combo.Input(name, options=list(SWITCH), optional=True, default=default, tooltip=tooltip)
+
+
+def _step(name: str, default: int, tooltip: str) -> io.Input:
+    return io.Int.Input(name, optional=True, default=default, min=0, max=LAST_STEP, tooltip=tooltip)
+
+
+def _is_on(name: str, value: str) -> bool:
+    if value not in SWITCH:
+        raise ValueError(f"{name} {value!r} is not available in Outrigger; choose one of: {', '.join(SWITCH)}")
+    return SWITCH[value]

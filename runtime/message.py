@@ -1,0 +1,100 @@
+"""What messages are made of: their base, tensors, and an entry of conditioning."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+
+MAX_HEADER_BYTES = 1 << 20
+MAX_TENSORS = 320
+MAX_TENSOR_BYTES = 1 << 36
+MAX_DIMS = 8
+
+ITEM_BYTES = {
+    "float32": 4, "float64": 8, "bfloat16": 2, "float16": 2,
+    "int64": 8, "int32": 4, "uint8": 1, "int8": 1, "bool": 1,
+}  # fmt: skip
+"""The number formats that travel, by torch's name, and the bytes of one number."""
+
+
+class Message(BaseModel):
+    """Base of everything on the wire: immutable, strict, an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", arbitrary_types_allowed=True)
+
+
+class TensorRef(Message):
+    """Where a tensor's bytes are: frame number `frame`, or slot `segment` of the sender's pool of shared memory.
+
+    Raises `ValueError` when dtype, shape and size do not add up, so nothing is allocated for a reference that lies.
+    """
+
+    dtype: str
+    shape: tuple[Annotated[int, Field(ge=0)], ...] = Field(max_length=MAX_DIMS)
+    nbytes: int = Field(ge=0, le=MAX_TENSOR_BYTES)
+    frame: int | None = Field(default=None, ge=1, le=MAX_TENSORS)
+    segment: str | None = Field(default=None, pattern=r"^[a-z0-9-]{1,80}$")
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> TensorRef:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}")
+        expected = math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        if expected != self.nbytes:
+            raise ValueError(f"a {self.dtype} tensor of shape {self.shape} has {expected} bytes, not {self.nbytes}")
+        if (self.frame is None) == (self.segment is None):
+            raise ValueError("a tensor is either in a frame or in a segment")
+        return self
+
+
+def _tensor_or_ref(value: Any) -> Any:
+    if isinstance(value, dict):
+        return TensorRef.model_validate(value)
+    if isinstance(value, TensorRef) or type(value).__module__.startswith("torch"):
+        return value
+    raise ValueError(f"expected a tensor, got {type(value).__name__}")
+
+
+Tensor = Annotated[Any, PlainValidator(_tensor_or_ref)]
+"""A torch tensor, or a `TensorRef` where the bytes are not looked at."""
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Conditioning(Message):
+    """One entry of ComfyUI's CONDITIONING: what the model reads, where it counts and when.
+
+    `embedding` is `(B, L, D)`; `pooled` is `(B, D)`; `attention_mask` is `(B, L)`.
+
+    `area` is a size and then an offset for each dim, in latent pixels: `(H, W, Y, X)`, or `(F, H, W, Z, Y, X)` for video;
+    `area_percent` is the same in parts of the latent, and stands in the place of `area`. `mask` is `(H, W)`, `(N, H, W)`
+    or `(N, F, H, W)`, of any resolution. From `start_percent` to `end_percent` of the way the entry is used. A `default`
+    entry fills what the others of its side leave over.
+    """
+
+    embedding: Tensor
+    pooled: Tensor | None = None
+    attention_mask: Tensor | None = None
+    guidance: float | None = None
+    strength: Finite = 1.0
+    area: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(default=None, max_length=MAX_DIMS)
+    area_percent: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] | None = Field(default=None, max_length=MAX_DIMS)
+    mask: Tensor | None = None
+    mask_strength: Finite = 1.0
+    area_from_mask: bool = False
+    start_percent: Finite | None = None
+    end_percent: Finite | None = None
+    default: bool = False
+
+    @model_validator(mode="after")
+    def _area_fits(self) -> Conditioning:
+        for area in (self.area, self.area_percent):
+            if area is not None and len(area) not in (4, 6):
+                raise ValueError(f"an area has 4 or 6 numbers, a size and an offset for each dim, not {len(area)}")
+        if self.default and (self.area or self.area_percent or self.area_from_mask):
+            raise ValueError(
+                "a default conditioning fills what the others leave over, so it cannot have an area: remove it"
+            )
+        return self
