@@ -31,6 +31,16 @@ TIMEOUT_SECONDS = 180
 TEXT_WIDTH = 4096
 
 
+REGIONS: dict[str, dict[str, list[dict[str, Any]]]] = {
+    "": {"positive": [{}], "negative": [{}]},
+    "entries": {"positive": [{}, {"strength": 0.4}, {"end_percent": 0.4}], "negative": [{}]},
+    "areas": {"positive": [{}, {"area": (4, 5, 1, 2)}, {"area": (1, 1, 0, 0)}], "negative": [{"area": (3, 4, 0, 0)}, {}]},
+    "masks": {"positive": [{"mask": True}, {"mask": True, "area_from_mask": True}], "negative": [{}, {"mask": True}]},
+    "turns": {"positive": [{"end_percent": 0.2}, {"start_percent": 0.2, "area": (3, 3, 1, 1)}, {"default": True}], "negative": [{"end_percent": 0.1}]},
+}  # fmt: skip
+"""Fields of each entry of both sides, by name; a mask is drawn."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A request, and the degrees it runs with."""
@@ -45,11 +55,14 @@ class Case:
     model: str = "random:wan"
     dtype: str = "auto"
     degrees: dict[str, int] = field(default_factory=dict)
+    regions: str = ""
+    """Which of `REGIONS` the conditioning has."""
 
     def __str__(self) -> str:
         degrees = " ".join(f"{axis}{degree}" for axis, degree in self.degrees.items())
         shape = "x".join(map(str, self.latent))
-        return f"{degrees} {shape} cfg{self.cfg:g} prompts{self.prompts} {self.sampler} {self.scheduler}"
+        settings = f"{self.sampler} {self.scheduler} {self.regions}".rstrip()
+        return f"{degrees} {shape} cfg{self.cfg:g} prompts{self.prompts} {settings}"
 
 
 def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
@@ -61,7 +74,8 @@ def sample_request(case: Case) -> Sample:
     """The request of a case: the same in every process."""
     generator = torch.Generator().manual_seed(3)
     positive, negative = (
-        Conditioning(embedding=torch.randn(1, length, TEXT_WIDTH, generator=generator)) for length in case.prompts
+        tuple(entry(length, fields, generator) for fields in REGIONS[case.regions][side])
+        for side, length in zip(("positive", "negative"), case.prompts, strict=True)
     )
     return Sample(
         job="test",
@@ -69,10 +83,18 @@ def sample_request(case: Case) -> Sample:
         settings=SampleSettings(
             steps=case.steps, cfg=case.cfg, sampler_name=case.sampler, scheduler=case.scheduler, seed=7
         ),
-        positive=(positive,),
-        negative=(negative,),
+        positive=positive,
+        negative=negative,
         latent=torch.zeros(case.latent),
+        noise_mask=torch.rand(1, 1, 9, 7, generator=generator) if case.regions == "masks" else None,
     )
+
+
+def entry(length: int, fields: dict[str, Any], generator: torch.Generator) -> Conditioning:
+    """A drawn entry of conditioning."""
+    embedding = torch.randn(1, length, TEXT_WIDTH, generator=generator)
+    drawn = {"mask": torch.rand(1, 6, 6, generator=generator)} if "mask" in fields else {}
+    return Conditioning(embedding=embedding, **{**fields, **drawn})
 
 
 def run_case(case: Case, mesh: Mesh, pipelines: dict[Any, Pipeline]) -> torch.Tensor:

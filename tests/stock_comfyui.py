@@ -141,6 +141,30 @@ def sampled_along(case: dict, model, positive: list, negative: list, latent: dic
     return SamplerCustomAdvanced.execute(Noise_RandomNoise(case["seed"]), guider, sampler, sigmas, latent)[0]["samples"]
 
 
+def regions(case: dict, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Where each entry of both sides counts, and how much: `(entries, *dims)`, after what process_conds does to areas."""
+    from comfy import samplers
+
+    x, sides = inputs[case["latent"]], [conditioning(case[side], inputs) for side in ("positive", "negative")]
+    sides = [[{**options, "model_conds": {}, "uuid": None} for _, options in side] for side in sides]
+    for side in sides:
+        samplers.resolve_areas_and_cond_masks_multidim(side, x.shape[2:], "cpu")
+    for given, other in (sides, sides[::-1]):
+        for options in given:
+            samplers.create_cond_with_same_area_if_none(other, options)
+    return torch.stack([weights(samplers.get_area_and_mult(options, x, x), x) for side in sides for options in side])
+
+
+def weights(found, x: torch.Tensor) -> torch.Tensor:
+    """The multiplier of an entry in its place in the latent."""
+    whole, dims = torch.zeros_like(x), x.ndim - 2
+    part = whole
+    for dim in range(dims if found.area is not None else 0):
+        part = part.narrow(dim + 2, found.area[dims + dim], found.area[dim])
+    part.copy_(found.mult)
+    return whole
+
+
 def step_seed_offset() -> torch.Tensor:
     """What this version adds to the seed of the noise between steps on a CPU."""
     from comfy.k_diffusion.sampling import default_noise_sampler
@@ -162,7 +186,7 @@ def main(request_path: str, inputs_path: str, results_path: str) -> None:
     comfy.options.enable_args_parsing()
     request, inputs, models = json.loads(Path(request_path).read_text()), load_file(inputs_path), {}
     results = {"step_seed_offset": step_seed_offset()}
-    for kind, compute in {"sigmas": sigmas, "noise": noise}.items():
+    for kind, compute in {"sigmas": sigmas, "noise": noise, "regions": lambda case: regions(case, inputs)}.items():
         results |= {f"{kind}.{number}": compute(case) for number, case in enumerate(request.get(kind, []))}
     for number, case in enumerate(request.get("samples", [])):
         try:

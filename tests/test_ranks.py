@@ -42,8 +42,13 @@ REQUESTS = [
     {"latent": (3, *VIDEO[1:])},
     {"latent": (3, *VIDEO[1:]), "cfg": 1.0},
     {"latent": (1, 16, 1, 2, 2)},
+    {"latent": EVEN, "regions": "entries", "prompts": (5, 9)},
+    {"latent": VIDEO, "regions": "areas", "sampler": "dpmpp_2m"},
+    {"latent": ODD, "regions": "areas", "cfg": 1.0},
+    {"latent": (3, *ODD[1:]), "regions": "masks"},
+    {"latent": VIDEO, "regions": "turns"},
 ]
-"""The last one has a single token: every rank but one has none."""
+"""One has a single token, and one an area of a single token: every rank but one has none."""
 
 
 def cases_of(**degrees: int) -> list[Case]:
