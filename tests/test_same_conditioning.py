@@ -171,13 +171,26 @@ ADVANCED = {
     "noise handed over, first": {"latent": "still", "advanced": ["enable", 0, 3, "enable"], "steps": 8},
     "noise handed over, second": {"latent": "before", "advanced": ["disable", 3, 10000, "disable"], "steps": 8, "seed": 77},
 }  # fmt: skip
+OTHERS = {
+    f"{what} with {name}": BASE | case | {"sampler_name": name}
+    for name in ("ddim", "uni_pc", "euler_ancestral", "euler_cfg_pp", "dpmpp_sde", "res_multistep_cfg_pp", "er_sde")
+    for what, case in {
+        "noise mask": {"latent": "pictures", "noise_mask": "noise-mask-smooth"},
+        "noise mask and area at cfg 1": {
+            "latent": "picture", "noise_mask": "noise-mask", "cfg": 1.0, "positive": [["a", {}], ["b", {"area": AREA}]],
+        },
+        "steps and shift": {"shift": 3.0, "latent": "picture", "advanced": ["enable", 1, 4, "enable"]},
+    }.items()
+}  # fmt: skip
+"""Samplers that treat masks, the negative prompt or the ends of the schedule in their own way."""
+
 NAMED = KINDS | LATENTS | ADVANCED
 CASES = {
     f"{name}, {sampler}": BASE | case | {"sampler_name": sampler}
     for sampler in SAMPLERS
     for name, case in NAMED.items()
 }
-FEW = {name: case for place, (name, case) in enumerate(CASES.items()) if place % 5 < 1 or "handed over" in name}
+FEW = {name: case for place, (name, case) in enumerate(CASES.items()) if place % 6 == 0 or "handed over" in name} | OTHERS
 PAIRS = {
     f"{first} and {second}, {sampler}": BASE
     | {
@@ -259,7 +272,7 @@ def test_latent_is_stocks_for_every_kind_of_conditioning_and_latent(compare, cap
 
 @pytest.mark.full
 def test_latent_is_stocks_for_every_kind_with_each_sampler(compare, capsys):
-    check(compare(CASES), capsys)
+    check(compare(CASES | OTHERS), capsys)
 
 
 @pytest.mark.full
