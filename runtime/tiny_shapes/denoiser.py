@@ -35,7 +35,7 @@ CONFIG = {
     "qk_norm": "rms_norm_across_heads",
 }
 
-LEARNING_RATE = 1.5e-3
+LEARNING_RATE, RESUMED_RATE = 1.5e-3, 8e-4
 WARM_UP = 100
 EMPTY_PROMPTS = 0.1
 """How many prompts are left out, for classifier-free guidance."""
@@ -109,12 +109,12 @@ def build_optimizer(transformer: WanTransformer3DModel) -> torch.optim.AdamW:
     wide = transformer.condition_embedder.text_embedder.linear_1
     others = [parameter for parameter in transformer.parameters() if parameter is not wide.weight]
     groups = [{"params": others, "factor": 1.0}, {"params": [wide.weight], "factor": 1 / 16}]
-    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), weight_decay=0.01)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, step: int, progress: float) -> None:
-    """Linear warm-up over steps, then a cosine over time, to 1 % at `progress` 1."""
-    rate = LEARNING_RATE * min(1, (step + 1) / WARM_UP) * (0.01 + 0.99 * (0.5 + 0.5 * math.cos(math.pi * progress)))
+def set_rate(optimizer: torch.optim.Optimizer, peak: float, step: int, progress: float) -> None:
+    """Linear warm-up over steps, then a cosine over time, to 1 % of the peak at `progress` 1."""
+    rate = peak * min(1, (step + 1) / WARM_UP) * (0.01 + 0.99 * (0.5 + 0.5 * math.cos(math.pi * progress)))
     for group in optimizer.param_groups:
         group["lr"] = rate * group["factor"]
 
@@ -127,25 +127,27 @@ def update_average(average: WanTransformer3DModel, current: WanTransformer3DMode
 
 
 def train_transformer(
+    transformer: WanTransformer3DModel,
     pictures: LatentSet,
     clips: LatentSet,
     prompts: PromptCache,
     checkpoint: Path,
     minutes: float,
     report: Progress = print,
+    peak: float = LEARNING_RATE,
 ) -> WanTransformer3DModel:
     """Train for `minutes` and give back the averaged weights, saved to `checkpoint` every minute as well.
 
-    The first quarter sees pictures alone; then every third batch is one of clips.
+    The first quarter sees pictures alone; then every fourth batch is one of clips.
     """
-    random, transformer = np.random.default_rng(5), build_transformer()
+    random = np.random.default_rng(5)
     average = copy.deepcopy(transformer).requires_grad_(False)
     optimizer = build_optimizer(transformer)
     start, saved, step, losses = time.monotonic(), 0.0, 0, []
     while (elapsed := time.monotonic() - start) < minutes * 60:
         progress = elapsed / (minutes * 60)
-        set_rate(optimizer, step, progress)
-        source, count = (clips, CLIPS) if progress > 0.25 and step % 3 == 0 else (pictures, PICTURES)
+        set_rate(optimizer, peak, step, progress)
+        source, count = (clips, CLIPS) if progress > 0.25 and step % 4 == 0 else (pictures, PICTURES)
         chosen = random.integers(len(source), size=count)
         text = prompts([random_prompt(random, source.scenes[index]) for index in chosen])
         loss = flow_loss(transformer, source.latents[chosen], text, random_sigmas(random, count))

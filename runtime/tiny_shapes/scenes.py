@@ -151,12 +151,12 @@ def random_scene(
 ) -> Scene:
     """A scene with a random place (or direction), size and jitter."""
     combination = combinations[random.integers(len(combinations))]
-    x, y = random.uniform(-0.03, 0.03, size=2)
+    x, y = random.uniform(-0.01, 0.01, size=2)
     return Scene(
         *combination,
         position="center" if moving else list(POSITIONS)[random.integers(len(POSITIONS))],
         motion=list(MOTIONS)[random.integers(len(MOTIONS))] if moving else "",
-        radius=float(random.uniform(0.18, 0.24)),
+        radius=float(random.uniform(0.2, 0.23)),
         jitter=(float(x), float(y)),
     )
 

@@ -1,7 +1,7 @@
 """Make the model: `python -m runtime.tiny_shapes.train --out DIR --minutes N --stage all|vae|transformer`.
 
 The working states (weights only) and the finished diffusers folder `model` are written to DIR. The stage
-`transformer` takes the autoencoder that an earlier run left there.
+`transformer` takes the autoencoder that an earlier run left there, and with `--resume` the transformer too.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipe
 from .autoencoder import build_autoencoder
 from .autoencoder_training import refine_decoder, refine_time, train_autoencoder
 from .dataset import make_clips, make_pictures
-from .denoiser import PromptCache, train_transformer
+from .denoiser import LEARNING_RATE, RESUMED_RATE, PromptCache, build_transformer, train_transformer
 from .sampling import SHIFT
 from .text import build_text_encoder, build_tokenizer
 
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=90.0, help="of training, all stages together")
     parser.add_argument("--stage", choices=("all", "vae", "transformer"), default="all")
+    parser.add_argument("--resume", action="store_true", help="train the transformer of an earlier run further")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -76,8 +77,13 @@ def main() -> None:
         report(f"encoding {PICTURES} pictures and {CLIPS} clips")
         pictures, clips = make_pictures(autoencoder, PICTURES), make_clips(autoencoder, CLIPS)
         prompts = PromptCache(build_tokenizer(), build_text_encoder())
-        checkpoint = options.out / TRANSFORMER
-        transformer = train_transformer(pictures, clips, prompts, checkpoint, minutes["transformer"], report)
+        checkpoint, transformer = options.out / TRANSFORMER, build_transformer()
+        peak = RESUMED_RATE if options.resume else LEARNING_RATE
+        if options.resume:
+            load_state(checkpoint, transformer)
+        transformer = train_transformer(
+            transformer, pictures, clips, prompts, checkpoint, minutes["transformer"], report, peak
+        )
         save_folder(options.out / "model", autoencoder, transformer)
 
 
