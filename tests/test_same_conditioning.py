@@ -190,7 +190,9 @@ CASES = {
     for sampler in SAMPLERS
     for name, case in NAMED.items()
 }
-FEW = {name: case for place, (name, case) in enumerate(CASES.items()) if place % 6 == 0 or "handed over" in name} | OTHERS
+FEW = {
+    name: case for place, (name, case) in enumerate(CASES.items()) if place % 6 == 0 or "handed over" in name
+} | OTHERS
 PAIRS = {
     f"{first} and {second}, {sampler}": BASE
     | {
