@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 
 import diffusers
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from .errors import Refused
 from .families.spec import FamilySpec
 from .inspection import ModelFacts
+from .linear import LocalPart, local_part
 from .progress import ReportProgress
 
 STAGE = "loading"
@@ -21,29 +22,12 @@ NAMED = 5
 RANDOM_SEED = 0
 
 
-def load_transformer(
-    facts: ModelFacts, *, dtype: torch.dtype, device: torch.device, progress: ReportProgress
-) -> nn.Module:
-    """The model on `device`, in `dtype` but for what its family keeps in float32.
-
-    On a CPU a tensor that has the right dtype stays where it is in the file, and ranks share its pages. Raises
-    `Refused` when the tensors are not those of the model, `Cancelled` when the job is stopped.
-    """
-    model = _build(facts)
-    if facts.sources:
-        _check_names(model, facts)
-        tensors = _stored(model, facts)
-    else:
-        tensors = _random(model)
-    _fill(model, tensors, family=facts.spec, dtype=dtype, device=device, progress=progress)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise RuntimeError(f"{name} of {facts.spec.transformer_class} was left without a value")
-    return model.to(device)
+Shapes = Mapping[str, torch.Size]
+"""The full shape of each tensor of a model, by the name its class has for it."""
 
 
-def _build(facts: ModelFacts) -> nn.Module:
-    """The class without weights, and with the tables that it computes for itself."""
+def build_transformer(facts: ModelFacts) -> tuple[nn.Module, Shapes]:
+    """The class without weights, and with the tables that it computes for itself; and what it is to be filled with."""
     family = facts.spec
     try:
         with torch.device("meta"):
@@ -54,11 +38,44 @@ def _build(facts: ModelFacts) -> nn.Module:
         arguments = {argument: model.config[key] for argument, key in table.arguments}
         module = model.get_submodule(table.module)
         model.set_submodule(table.module, type(module)(**arguments))
-    return model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False), {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
-def _check_names(model: nn.Module, facts: ModelFacts) -> None:
-    needed = model.state_dict().keys()
+def fill_transformer(
+    model: nn.Module,
+    facts: ModelFacts,
+    *,
+    shapes: Shapes,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: ReportProgress,
+) -> nn.Module:
+    """Give the model its tensors: on `device`, in `dtype` but for what its family keeps in float32.
+
+    Of a layer that is cut over ranks, this rank's part alone is read. On a CPU a tensor that has the right dtype and is
+    not cut stays where it is in the file, and ranks share its pages. Raises `Refused` when the tensors are not those of
+    the model, `Cancelled` when the job is stopped.
+    """
+    if facts.sources:
+        _check_names(shapes, facts)
+        tensors = _stored(model, shapes, facts)
+    else:
+        tensors = _random_parts(model, shapes)
+    stride = -(-len(shapes) // REPORTS)
+    for count, (name, tensor) in enumerate(tensors, start=1):
+        if tensor is not None:
+            wanted = torch.float32 if _stays_float32(facts.spec, name) else dtype
+            _place(model, name, tensor.to(device=device, dtype=wanted))
+        if count % stride == 0 or count == len(shapes):
+            progress(STAGE, count, len(shapes))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise RuntimeError(f"{name} of {facts.spec.transformer_class} was left without a value")
+    return model.to(device)
+
+
+def _check_names(shapes: Shapes, facts: ModelFacts) -> None:
+    needed = shapes.keys()
     present = {name for source in facts.sources for name in source.names}
     where = facts.sources[0].path
     for what, names in (("lacks", needed - present), ("has unknown", present - needed)):
@@ -70,51 +87,49 @@ def _check_names(model: nn.Module, facts: ModelFacts) -> None:
             )
 
 
-def _stored(model: nn.Module, facts: ModelFacts) -> Iterator[tuple[str, torch.Tensor]]:
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+def _stored(model: nn.Module, shapes: Shapes, facts: ModelFacts) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Each tensor's name, and this rank's part of it (None for one it does without)."""
     for source in facts.sources:
         try:
             with safe_open(source.path, framework="pt", device="cpu") as file:
                 for name, stored in source.names.items():
-                    tensor = file.get_tensor(stored)
-                    if tensor.shape != shapes[name]:
+                    shape = tuple(file.get_slice(stored).get_shape())
+                    if shape != tuple(shapes[name]):
                         raise Refused(
-                            f"{source.path}: {stored} has shape {tuple(tensor.shape)}, but this {facts.spec.title} "
+                            f"{source.path}: {stored} has shape {shape}, but this {facts.spec.title} "
                             f"needs {tuple(shapes[name])}: download the file again"
                         )
-                    yield name, tensor
+                    yield name, _read(file, stored, local_part(model, name))
         except (OSError, SafetensorError) as error:
             raise Refused(f"{source.path} cannot be read: {error}") from error
 
 
-def _random(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _read(file: safe_open, stored: str, part: LocalPart | None) -> torch.Tensor | None:
+    if part is None:
+        return None
+    return part.cut.take(file.get_slice(stored)) if part.cut.spans else file.get_tensor(stored)
+
+
+def _random_parts(model: nn.Module, shapes: Shapes) -> Iterator[tuple[str, torch.Tensor | None]]:
+    for name, tensor in random_tensors(shapes):
+        part = local_part(model, name)
+        yield name, part and part.cut.take(tensor)
+
+
+def random_tensors(shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:
     """The same random weights in every process, of a size that keeps activations near 1."""
     generator = torch.Generator().manual_seed(RANDOM_SEED)
-    for name, tensor in model.state_dict().items():
-        drawn = torch.randn(tensor.shape, generator=generator)
-        if tensor.ndim > 1:
-            yield name, drawn / tensor[0].numel() ** 0.5
+    for name, shape in shapes.items():
+        drawn = torch.randn(shape, generator=generator)
+        if drawn.ndim > 1:
+            yield name, drawn / drawn[0].numel() ** 0.5
         else:
             yield name, drawn * 0.1 + ("norm" in name and name.endswith("weight"))
 
 
-def _fill(
-    model: nn.Module,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    *,
-    family: FamilySpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: ReportProgress,
-) -> None:
-    total = len(model.state_dict())
-    stride = -(-total // REPORTS)
-    for count, (name, tensor) in enumerate(tensors, start=1):
-        module, _, leaf = name.rpartition(".")
-        tensor = tensor.to(device=device, dtype=torch.float32 if _stays_float32(family, name) else dtype)
-        model.get_submodule(module).load_state_dict({leaf: tensor}, strict=False, assign=True)
-        if count % stride == 0 or count == total:
-            progress(STAGE, count, total)
+def _place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    part = local_part(model, name)
+    part.module.load_state_dict({part.leaf: tensor}, strict=False, assign=True)
 
 
 def _stays_float32(family: FamilySpec, name: str) -> bool:

@@ -19,15 +19,18 @@ BACKEND_NAME = "outrigger"
 
 
 class AttentionExchange(Protocol):
-    """Makes of each rank's query, key and value what it computes attention on, and of the result its own part."""
+    """Attention over what all ranks have, from each rank's part of it."""
 
-    def before(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Before attention; all `(B, S, H, D)`."""
-
-    def after(self, output: torch.Tensor) -> torch.Tensor:
-        """After attention; `(B, S, H, D)`."""
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        mask: torch.Tensor | None,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """The output for this rank's queries; all `(B, S, H, D)`, the mask as `scaled_dot_product_attention` takes it."""
 
 
 def route_attention(module: nn.Module, exchange: AttentionExchange) -> None:
@@ -66,12 +69,11 @@ def _attention(
     _parallel_config: AttentionExchange | None = None,
 ) -> torch.Tensor:
     """Scaled dot product attention of `(B, S, H, D)`, over all ranks of the exchange when there is one."""
-    if _parallel_config is not None:
-        if attn_mask is not None or is_causal:
-            raise RuntimeError("masked attention cannot be run over several ranks in this version")
-        query, key, value = _parallel_config.before(query, key, value)
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    ).transpose(1, 2)
-    return output if _parallel_config is None else _parallel_config.after(output)
+    if _parallel_config is None:
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        ).transpose(1, 2)
+    if is_causal or dropout_p or enable_gqa:
+        raise RuntimeError("causal or grouped attention and dropout cannot be run over several ranks")
+    return _parallel_config.attend(query, key, value, mask=attn_mask, scale=scale)

@@ -98,6 +98,11 @@ class Denoiser:
         ]
         self._plans: dict[tuple[bool, ...], list[_Call]] = {}
 
+    @property
+    def uses_group(self) -> bool:
+        """Whether the ranks of the group evaluate different branches. When not, they are free for something else."""
+        return self._group is not None
+
     def __call__(self, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
         """The guided prediction at `sigma`."""
         return self.both(x, sigma)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from datetime import timedelta
@@ -26,7 +25,7 @@ class Mesh:
         *,
         rank: int,
         device: torch.device,
-        groups: Mapping[str, dist.ProcessGroup] | None = None,
+        groups: Mapping[tuple[str, ...], dist.ProcessGroup] | None = None,
         control: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank, self.device, self.control = rank, device, control
@@ -48,7 +47,7 @@ class Mesh:
         device, rank = torch.device(device), dist.get_rank()
         if math.prod(degrees.values()) != dist.get_world_size():
             raise ValueError(f"{dict(degrees)} is not a mesh of {dist.get_world_size()} ranks")
-        groups = {axis: _own_group(axis, degrees) for axis, degree in degrees.items() if degree > 1}
+        groups = {(axis,): _own_group((axis,), degrees) for axis, degree in degrees.items() if degree > 1}
         return cls(degrees, rank=rank, device=device, groups=groups, control=dist.group.WORLD)
 
     @classmethod
@@ -84,9 +83,15 @@ class Mesh:
         """This rank's place along an axis."""
         return self._place.get(axis, 0)
 
-    def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The ranks that differ from this one along `axis` alone; None when it is the only one."""
-        return self._groups.get(axis)
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one along `axes` alone, by rank; None when it is the only one.
+
+        A group of several axes is formed when it is first asked for, so all ranks ask for it together.
+        """
+        key = tuple(axis for axis, degree in self._degrees.items() if axis in axes and degree > 1)
+        if key and key not in self._groups:
+            self._groups[key] = _own_group(key, self._degrees)
+        return self._groups.get(key)
 
     def agree(self, value: int) -> int:
         """Rank 0's value, on every rank. All ranks call it together."""
@@ -106,19 +111,17 @@ def _place(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(coordinates))
 
 
-def _own_group(axis: str, degrees: Mapping[str, int]) -> dist.ProcessGroup:
-    """Form every group along an axis (all ranks must, in the same order) and give back this rank's.
+def _own_group(axes: tuple[str, ...], degrees: Mapping[str, int]) -> dist.ProcessGroup:
+    """Form every group along some axes (all ranks must, in the same order) and give back this rank's.
 
-    An axis of all ranks is the world itself: each group of gloo wakes a hundred times a second for as long as it lives.
+    A group of all ranks is the world itself: each group of gloo wakes a hundred times a second for as long as it lives.
     """
-    if degrees[axis] == dist.get_world_size():
+    if math.prod(degrees[axis] for axis in axes) == dist.get_world_size():
         return dist.group.WORLD
-    axes, sizes = list(degrees), tuple(degrees.values())
-    ranks = {_place(rank, sizes): rank for rank in range(math.prod(sizes))}
-    position, own = axes.index(axis), None
-    for others in itertools.product(*(range(size) for place, size in enumerate(sizes) if place != position)):
-        members = [ranks[(*others[:position], place, *others[position:])] for place in range(sizes[position])]
-        group = dist.new_group(members)
-        if dist.get_rank() in members:
-            own = group
-    return own
+    sizes = tuple(degrees.values())
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(math.prod(sizes)):
+        placed = zip(degrees, _place(rank, sizes), strict=True)
+        members.setdefault(tuple(place for axis, place in placed if axis not in axes), []).append(rank)
+    groups = [(ranks, dist.new_group(ranks)) for ranks in members.values()]
+    return next(group for ranks, group in groups if dist.get_rank() in ranks)

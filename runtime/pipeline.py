@@ -8,19 +8,21 @@ import torch
 from torch import nn
 
 from .checkpoint import STAGE as LOADING
-from .checkpoint import load_transformer
+from .checkpoint import build_transformer, fill_transformer
 from .encoders.text import TextEncoder
 from .encoders.vae import VideoDecoder
 from .errors import Refused
 from .families.spec import LatentFormat
 from .guidance import Denoiser, Entry
 from .inspection import ModelFacts, inspect_model
+from .linear import cut_weights
 from .mesh import Mesh
 from .prediction import Predictor
 from .previews import preview_image
 from .progress import ReportProgress
 from .protocol import Conditioning, Sample
 from .regions import pair_areas, resolve_region
+from .replicas import Replicas
 from .sampling import (
     SAMPLERS,
     FlowTable,
@@ -35,7 +37,7 @@ from .sampling import (
     run_sampler,
     to_model_space,
 )
-from .sequence import split_tokens
+from .sequence import Sequence, split_tokens
 from .settings import FROM_MODEL, ModelSettings
 
 SAMPLING = "sampling"
@@ -47,11 +49,16 @@ AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 class Pipeline:
     """One rank's share of a model. All ranks make the same calls with the same values."""
 
-    def __init__(self, transformer: nn.Module, facts: ModelFacts, *, settings: ModelSettings, mesh: Mesh) -> None:
+    def __init__(
+        self, transformer: nn.Module, facts: ModelFacts, *, settings: ModelSettings, mesh: Mesh, sequence: Sequence
+    ) -> None:
         self._facts, self._family, self._settings, self._mesh = facts, facts.spec, settings, mesh
+        self._sequence = sequence
         self._dtype = _dtype(settings, mesh)
         self._text_width: int = transformer.config[facts.spec.text_width]
-        self._predict = Predictor(transformer, facts.spec, dtype=self._dtype)
+        predict = Predictor(transformer, facts.spec, dtype=self._dtype)
+        replicas = mesh.group("data")
+        self._predict = predict if replicas is None else Replicas(predict, replicas)
         self._text_encoder: TextEncoder | None = None
         self._decoder: VideoDecoder | None = None
 
@@ -60,11 +67,15 @@ class Pipeline:
         """Everything that changes a model, in this order. Encoder and VAE are read when they are first used."""
         facts = inspect_model(settings.model)
         _check_parts(settings)
-        transformer = load_transformer(facts, dtype=_dtype(settings, mesh), device=mesh.device, progress=progress)
-        group = mesh.group("ulysses")
-        if group is not None:
-            split_tokens(transformer, facts.spec.split, self_attention=facts.spec.self_attention, group=group)
-        return cls(transformer, facts, settings=settings, mesh=mesh)
+        transformer, shapes = build_transformer(facts)
+        if mesh.group("tensor") is not None:
+            cut_weights(transformer, facts.spec.tensor, group=mesh.group("tensor"))
+        dtype = _dtype(settings, mesh)
+        fill_transformer(transformer, facts, shapes=shapes, dtype=dtype, device=mesh.device, progress=progress)
+        sequence = Sequence(mesh, heads=facts.heads // mesh.degree("tensor"))
+        if sequence.can_split:
+            split_tokens(transformer, facts.spec.split, self_attention=facts.spec.self_attention, sequence=sequence)
+        return cls(transformer, facts, settings=settings, mesh=mesh, sequence=sequence)
 
     def encode_text(self, text: str, *, progress: ReportProgress) -> Conditioning | None:
         """The conditioning of a prompt; None on every rank but the first. Raises `Refused` without a text encoder."""
@@ -129,7 +140,7 @@ class Pipeline:
                 for side in (request.positive, request.negative)
             )
         )
-        return Denoiser(
+        denoiser = Denoiser(
             self._predict,
             *([Entry.of(entry, x, percent_to_sigma=table.percent_to_sigma) for entry in side] for side in sides),
             cfg=request.settings.cfg,
@@ -137,6 +148,8 @@ class Pipeline:
             group=self._mesh.group("cfg"),
             keep_negative=SAMPLERS[request.settings.sampler_name].negative,
         )
+        self._sequence.share(over_cfg=not denoiser.uses_group)
+        return denoiser
 
     def _placed(self, conditioning: Conditioning) -> Conditioning:
         """The conditioning with what the family reads of it, on the device and in the dtype of the model."""

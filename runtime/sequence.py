@@ -4,65 +4,159 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from .diffusers_seam import route_attention
-from .families.spec import TokenSplit
+from .families.spec import TokenPlace, TokenSplit
+from .mesh import Mesh
+from .parallel.attention import attention
+from .parallel.ring import ring_attention
+from .parallel.shares import even_lengths, span
 from .parallel.ulysses import gather_tokens, heads_to_tokens, tokens_to_heads
 
 
-def even_lengths(total: int, degree: int) -> tuple[int, ...]:
-    """How many of `total` tokens each rank has; they differ by at most one."""
-    return tuple(total // degree + (rank < total % degree) for rank in range(degree))
+class TokenGroups(NamedTuple):
+    """The ranks that share the tokens, and the same ranks as a ring of Ulysses groups: `everyone` counts through the
+    Ulysses group first. One of the two may be None.
+    """
+
+    everyone: dist.ProcessGroup
+    ring: dist.ProcessGroup | None
+    ulysses: dist.ProcessGroup | None
+
+    @classmethod
+    def along(cls, mesh: Mesh, *, ring: tuple[str, ...], ulysses: tuple[str, ...]) -> TokenGroups | None:
+        """The groups along these axes of the mesh, the outer ones in the ring; None when there is one rank."""
+        everyone = mesh.group(*ring, *ulysses)
+        return everyone and cls(everyone, ring=mesh.group(*ring), ulysses=mesh.group(*ulysses))
 
 
 class Sequence:
-    """The tokens of one model over one group: who has how many, worked out once for each new total."""
+    """The tokens of one model: who has how many, worked out once for each new total.
 
-    def __init__(self, group: dist.ProcessGroup, *, dim: int) -> None:
-        self._group, self._dim = group, dim
-        self._rank, self._degree = dist.get_rank(group), dist.get_world_size(group)
-        self._lengths: tuple[int, ...] = ()
+    They are shared along ring x ulysses, and along the cfg axis as well while that is idle: as more Ulysses where the
+    `heads` of this rank allow it and there is no ring, else as a longer ring.
+    """
 
-    def split(self, tensor: torch.Tensor) -> torch.Tensor:
+    def __init__(self, mesh: Mesh, *, heads: int) -> None:
+        self._narrow = TokenGroups.along(mesh, ring=("ring",), ulysses=("ulysses",))
+        all_ulysses = mesh.degree("ring") == 1 and heads % (mesh.degree("cfg") * mesh.degree("ulysses")) == 0
+        ring, ulysses = ((), ("cfg", "ulysses")) if all_ulysses else (("cfg", "ring"), ("ulysses",))
+        self._wide = TokenGroups.along(mesh, ring=ring, ulysses=ulysses)
+        self.share(over_cfg=False)
+
+    @property
+    def can_split(self) -> bool:
+        """Whether there is ever more than one rank to share the tokens."""
+        return self._wide is not None
+
+    def share(self, *, over_cfg: bool) -> None:
+        """Say who shares the tokens of the calls to come; all ranks do it together."""
+        groups = self._groups = self._wide if over_cfg else self._narrow
+        self._rank, self._degree = _place(groups and groups.everyone)
+        self._ring_rank, _ = _place(groups and groups.ring)
+        self._ulysses_rank, self._ulysses_degree = _place(groups and groups.ulysses)
+        self._lengths: dict[str, tuple[int, ...]] = {}
+        self._mask: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def split(self, tensor: torch.Tensor, place: TokenPlace) -> torch.Tensor:
         """This rank's part of a full tensor."""
-        total = tensor.shape[self._dim]
-        if total != sum(self._lengths):
-            self._lengths = even_lengths(total, self._degree)
-        return tensor.split(self._lengths, dim=self._dim)[self._rank]
+        total = tensor.shape[place.dim]
+        if total != sum(self._lengths.get(place.stream, ())):
+            self._lengths[place.stream] = even_lengths(total, self._degree)
+        return tensor.split(self._lengths[place.stream], dim=place.dim)[self._rank]
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def gather(self, tensor: torch.Tensor, place: TokenPlace) -> torch.Tensor:
         """The full tensor from every rank's part."""
-        return gather_tokens(tensor, lengths=self._lengths, group=self._group, dim=self._dim)
+        if self._groups is None:
+            return tensor
+        lengths = self._lengths[place.stream]
+        return gather_tokens(tensor, lengths=lengths, group=self._groups.everyone, dim=place.dim)
 
-    def before(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Before self attention: all tokens, this rank's heads."""
-        return tokens_to_heads(query, key, value, lengths=self._lengths, group=self._group)
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """Attention of this rank's queries over the tokens of all: its tokens of every stream, `(B, S, H, D)`.
 
-    def after(self, output: torch.Tensor) -> torch.Tensor:
-        """After self attention: this rank's tokens, all heads."""
-        return heads_to_tokens(output, lengths=self._lengths, group=self._group)
+        `mask` is for the keys of this rank, or of all in the order of the ranks: `(B or 1, H or 1, 1, S)`.
+        """
+        if self._groups is None:
+            return attention(query, key, value, mask=mask, scale=scale)
+        lengths = self._joint_lengths(query.shape[1])
+        rows = [lengths[first : first + self._ulysses_degree] for first in range(0, self._degree, self._ulysses_degree)]
+        mask = self._mask_of_all(mask, lengths)
+        ring, ulysses = self._groups.ring, self._groups.ulysses
+        if ulysses is not None:
+            row = rows[self._ring_rank]
+            query, key, value = tokens_to_heads(query, key, value, lengths=row, group=ulysses)
+            mask = self._mask_of_heads(mask)
+        if ring is None:
+            output = attention(query, key, value, mask=mask, scale=scale)
+        else:
+            sums = [sum(row) for row in rows]
+            output = ring_attention(query, key, value, lengths=sums, group=ring, mask=mask, scale=scale)
+        return output if ulysses is None else heads_to_tokens(output, lengths=row, group=ulysses)
+
+    def _joint_lengths(self, local: int) -> tuple[int, ...]:
+        """How many tokens of all streams each rank has."""
+        lengths = tuple(map(sum, zip(*self._lengths.values(), strict=True)))
+        if lengths[self._rank : self._rank + 1] != (local,):
+            raise RuntimeError(f"{local} tokens came to attention on rank {self._rank}, where {lengths} were dealt out")
+        return lengths
+
+    def _mask_of_all(self, mask: torch.Tensor | None, lengths: tuple[int, ...]) -> torch.Tensor | None:
+        """The mask over the keys of all ranks. A model hands the same one to every layer: it is gathered once."""
+        if mask is None:
+            return None
+        if self._mask is None or self._mask[0] is not mask:
+            self._mask = (mask, self._gathered_mask(mask, lengths))
+        return self._mask[1]
+
+    def _gathered_mask(self, mask: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+        if mask.ndim != 4 or mask.shape[2] != 1:
+            raise RuntimeError(f"a mask of shape {tuple(mask.shape)} cannot be split; (B, H, 1, keys) can")
+        if mask.shape[3] != lengths[self._rank]:
+            if mask.shape[3] == sum(lengths):
+                return mask
+            raise RuntimeError(f"a mask for {mask.shape[3]} keys, where {lengths} were dealt out")
+        bits = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
+        return gather_tokens(bits, lengths=lengths, group=self._groups.everyone, dim=3).to(mask.dtype)
+
+    def _mask_of_heads(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """The part of a mask for each head that is for the heads of this rank."""
+        if mask is None or mask.shape[1] == 1:
+            return mask
+        return mask[:, span(even_lengths(mask.shape[1], self._ulysses_degree), self._ulysses_rank)]
 
 
-def split_tokens(model: nn.Module, plan: TokenSplit, *, self_attention: str, group: dist.ProcessGroup) -> None:
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
+def split_tokens(model: nn.Module, plan: TokenSplit, *, self_attention: str, sequence: Sequence) -> None:
     """Make a model run on this rank's share of the tokens, as its family says. Changes hooks and processors only.
 
     Raises `RuntimeError` when the pattern `self_attention` fits no module.
     """
-    sequence = Sequence(group, dim=plan.dim)
-    for name in plan.outputs:
-        model.get_submodule(name).register_forward_hook(lambda module, args, output: _each(sequence.split, output))
-    for name, argument in plan.inputs:
-        module = model.get_submodule(name)
-        module.register_forward_pre_hook(_splitting(sequence, module, argument), with_kwargs=True)
-    for name in plan.gathered:
-        model.get_submodule(name).register_forward_hook(lambda module, args, output: _each(sequence.gather, output))
+    for place in plan.split:
+        module = model.get_submodule(place.module)
+        if place.argument:
+            module.register_forward_pre_hook(_splitting(sequence, module, place), with_kwargs=True)
+        else:
+            module.register_forward_hook(_on_output(sequence.split, place))
+    for place in plan.gathered:
+        model.get_submodule(place.module).register_forward_hook(_on_output(sequence.gather, place))
     attentions = [module for name, module in model.named_modules() if re.fullmatch(self_attention, name)]
     if not attentions:
         raise RuntimeError(f"no module of {type(model).__name__} is called {self_attention}")
@@ -70,17 +164,24 @@ def split_tokens(model: nn.Module, plan: TokenSplit, *, self_attention: str, gro
         route_attention(module, sequence)
 
 
-def _each(function: Any, output: Any) -> Any:
-    return tuple(map(function, output)) if isinstance(output, tuple) else function(output)
+def _on_output(function: Callable[[torch.Tensor, TokenPlace], torch.Tensor], place: TokenPlace) -> Any:
+    """A hook that changes the output of a module, or each of its outputs."""
+
+    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return tuple(function(each, place) for each in output)
+        return function(output, place)
+
+    return hook
 
 
-def _splitting(sequence: Sequence, module: nn.Module, argument: str) -> Any:
+def _splitting(sequence: Sequence, module: nn.Module, place: TokenPlace) -> Any:
     """A hook that splits one argument of a module, whether it is given by place or by name."""
-    place = list(inspect.signature(module.forward).parameters).index(argument)
+    position = list(inspect.signature(module.forward).parameters).index(place.argument)
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if argument in kwargs:
-            return args, {**kwargs, argument: sequence.split(kwargs[argument])}
-        return (*args[:place], sequence.split(args[place]), *args[place + 1 :]), kwargs
+        if place.argument in kwargs:
+            return args, {**kwargs, place.argument: sequence.split(kwargs[place.argument], place)}
+        return (*args[:position], sequence.split(args[position], place), *args[position + 1 :]), kwargs
 
     return hook

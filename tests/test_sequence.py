@@ -13,11 +13,13 @@ from runtime.diffusers_seam import route_attention
 from runtime.families import FAMILIES
 from runtime.guidance import Denoiser, Entry
 from runtime.mesh import Mesh
+from runtime.parallel.attention import attention
+from runtime.parallel.shares import even_lengths
 from runtime.parallel.ulysses import gather_tokens, heads_to_tokens, tokens_to_heads
 from runtime.prediction import pad_to_patch
 from runtime.previews import preview_image
 from runtime.protocol import Conditioning
-from runtime.sequence import even_lengths, split_tokens
+from runtime.sequence import Sequence, split_tokens
 from tests.ranks import run_as_threads
 
 
@@ -72,12 +74,9 @@ class Recorder:
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
 
-    def before(self, query, key, value):
+    def attend(self, query, key, value, *, mask, scale):
         self.shapes.append(tuple(query.shape))
-        return query, key, value
-
-    def after(self, output):
-        return output
+        return attention(query, key, value, mask=mask, scale=scale)
 
 
 def tiny(family) -> nn.Module:
@@ -136,7 +135,7 @@ def test_a_pattern_that_fits_no_attention_is_an_error():
 
     def run(mesh: Mesh) -> None:
         with pytest.raises(RuntimeError, match="no module"):
-            split_tokens(tiny(family), family.split, self_attention="nothing", group=mesh.group("ulysses"))
+            split_tokens(tiny(family), family.split, self_attention="nothing", sequence=Sequence(mesh, heads=4))
 
     run_as_threads({"ulysses": 2}, run)
 

@@ -37,17 +37,51 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class TokenSplit:
-    """Where the token dim is split over the ranks and put together again.
+class TokenPlace:
+    """Tokens in a model: an argument of a module, or its output (a tensor or a tuple of them) when none is named.
 
-    `outputs` are modules whose outputs (a tensor or a tuple of them) are split; `inputs` are (module, argument) pairs
-    that are split on entry; `gathered` are modules whose output is gathered. All along `dim`.
+    `stream` names the tokens; those of one stream are dealt to the ranks alike. They lie along `dim`.
     """
 
-    outputs: tuple[str, ...]
-    inputs: tuple[tuple[str, str], ...]
-    gathered: tuple[str, ...]
+    module: str
+    argument: str = ""
+    stream: str = "image"
     dim: int = 1
+
+
+@dataclass(frozen=True)
+class TokenSplit:
+    """Where tokens are split over the ranks and put together again."""
+
+    split: tuple[TokenPlace, ...]
+    gathered: tuple[TokenPlace, ...]
+
+
+@dataclass(frozen=True)
+class LinearShard:
+    """Linears that are cut over the tensor axis: a pattern of module names, and how.
+
+    "column" keeps a part of the output features, "row" a part of the input features (its input is the output of a
+    column), "gather" is a column whose output is put together at once. `blocks` are the relative sizes of what is fused
+    in the cut features, such as (1, 4); each block is cut on its own.
+    """
+
+    pattern: str
+    mode: Literal["column", "row", "gather"]
+    blocks: tuple[int, ...] = (1,)
+
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """How a family is cut over the tensor axis.
+
+    `norms` is a pattern of the RMSNorms over the full width of a column's output (empty: there are none), `attentions`
+    one of the modules whose `heads` become those of this rank.
+    """
+
+    linears: tuple[LinearShard, ...]
+    attentions: str
+    norms: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,7 +101,7 @@ class FamilySpec:
     `config_from` works out the configuration of the class from the shapes (diffusers' names), and `unsupported_config`
     names what a configuration is when it is a relative that is not run. `heads`, `head_dim`, `layers` and `text_width`
     are keys of the configuration. `self_attention` is a pattern of the modules whose attention runs over the split
-    tokens. `inputs` says which argument of the model is which field of a conditioning. `prediction` "velocity":
+    tokens; `tensor` says how the weights are cut. `inputs` says which argument of the model is which field of a conditioning. `prediction` "velocity":
     denoised = x - sigma * output, and the model is told sigma * 1000.
     """
 
@@ -87,6 +121,7 @@ class FamilySpec:
     blocks: tuple[str, ...]
     split: TokenSplit
     self_attention: str
+    tensor: TensorSplit
     patch: tuple[int, ...]
     inputs: tuple[tuple[str, str], ...]
     keep_float32: tuple[str, ...]

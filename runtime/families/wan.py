@@ -10,7 +10,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .spec import FamilySpec, LatentFormat, Rebuilt, Shapes, TokenSplit, Variant
+from .spec import (
+    FamilySpec,
+    LatentFormat,
+    LinearShard,
+    Rebuilt,
+    Shapes,
+    TensorSplit,
+    TokenPlace,
+    TokenSplit,
+    Variant,
+)
 
 PATCH = (1, 2, 2)
 HEAD_DIM = 128
@@ -144,8 +154,23 @@ WAN = FamilySpec(
     layers="num_layers",
     text_width="text_dim",
     blocks=("blocks",),
-    split=TokenSplit(outputs=("rope",), inputs=(("blocks.0", "hidden_states"),), gathered=("proj_out",)),
+    split=TokenSplit(
+        split=(TokenPlace("rope"), TokenPlace("blocks.0", "hidden_states")), gathered=(TokenPlace("proj_out"),)
+    ),
     self_attention=r"blocks\.\d+\.attn1",
+    tensor=TensorSplit(
+        linears=(
+            LinearShard(r"blocks\.\d+\.attn[12]\.to_[qkv]", "column"),
+            LinearShard(r"blocks\.\d+\.attn[12]\.to_out\.0", "row"),
+            LinearShard(r"blocks\.\d+\.ffn\.net\.0\.proj", "column"),
+            LinearShard(r"blocks\.\d+\.ffn\.net\.2", "row"),
+            LinearShard(r"condition_embedder\.time_proj", "gather"),
+            LinearShard(r"condition_embedder\.text_embedder\.linear_1", "column"),
+            LinearShard(r"condition_embedder\.text_embedder\.linear_2", "row"),
+        ),
+        attentions=r"blocks\.\d+\.attn[12]",
+        norms=r"blocks\.\d+\.attn[12]\.norm_[qk]",
+    ),
     patch=PATCH,
     inputs=(("encoder_hidden_states", "embedding"),),
     keep_float32=("time_embedder", "scale_shift_table", "norm2"),

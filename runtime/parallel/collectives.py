@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -14,3 +16,33 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     gathered = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
     _all_gather(gathered.flatten(0, 1), tensor, group=group)
     return gathered
+
+
+def pass_on(sent: torch.Tensor, received: torch.Tensor, *, group: dist.ProcessGroup) -> Callable[[], None]:
+    """Begin to send a tensor to the next rank of the group and to receive one from the rank before; call the result to
+    wait for both. Both are contiguous, and may have no elements.
+    """
+    rank, degree = dist.get_rank(group), dist.get_world_size(group)
+    following, before = (rank + 1) % degree, (rank - 1) % degree
+    if not _has_send(group):
+        sizes_out, sizes_in = [0] * degree, [0] * degree
+        sizes_out[following], sizes_in[before] = sent.numel(), received.numel()
+        dist.all_to_all_single(received.view(-1), sent.view(-1), sizes_in, sizes_out, group=group)
+        return lambda: None
+    operations = [
+        dist.P2POp(operation, tensor, dist.get_global_rank(group, peer), group)
+        for operation, tensor, peer in ((dist.isend, sent, following), (dist.irecv, received, before))
+        if tensor.numel()
+    ]
+    works = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait() -> None:
+        for work in works:
+            work.wait()
+
+    return wait
+
+
+def _has_send(group: dist.ProcessGroup) -> bool:
+    """Threads as ranks, which tests use, have every collective but no send and receive."""
+    return dist.get_backend(group) != "threaded"

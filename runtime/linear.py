@@ -1,0 +1,140 @@
+"""The layers that hold a part of their weights: each takes its own from the full tensors.
+
+They stand in for a Linear or an RMSNorm of the model before it has weights, are filled through `local_part`, and hold
+plain local tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .families.spec import LinearShard, TensorSplit
+from .parallel.shares import WHOLE, Cut, even_lengths
+from .parallel.tensor import add_up, gather_features, mean_square
+from .quant.plain import PlainCore
+
+
+class LocalPart(NamedTuple):
+    """Where a tensor of the model goes: a module, its own name for it, and how much of it this rank holds."""
+
+    module: nn.Module
+    leaf: str
+    cut: Cut
+
+
+class ParallelLinear(nn.Module):
+    """A Linear as a core (how the weight is held) and a cut over a group; `in_features` and `out_features` stay those of
+    the whole.
+
+    mode "whole": no exchange. "column": full input, local output. "row": local input, full output; one sum over the
+    group, in which the first rank's part carries the bias. "gather": a column whose output is put together.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        *,
+        mode: Literal["whole", "column", "row", "gather"] = "whole",
+        blocks: tuple[int, ...] = (1,),
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.mode, self._group = mode, group
+        self._cut = WHOLE if mode == "whole" else self._share(blocks)
+        self.core = PlainCore(self._cut.take(linear.weight))
+        has_bias = linear.bias is not None and not (mode == "row" and dist.get_rank(group))
+        self.bias = nn.Parameter(self._bias_cut.take(linear.bias), requires_grad=False) if has_bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(..., in)` -> `(..., out)`, either one local as the mode says."""
+        output = self.core(x, self.bias)
+        if self.mode == "row":
+            return add_up(output, group=self._group)
+        if self.mode == "gather":
+            lengths = even_lengths(self.out_features, dist.get_world_size(self._group))
+            return gather_features(output, lengths=lengths, group=self._group)
+        return output
+
+    def local_part(self, leaf: str) -> LocalPart | None:
+        """Where the tensor that a Linear calls `leaf` goes; None when this rank does without it."""
+        if leaf == "bias":
+            return None if self.bias is None else LocalPart(self, leaf, self._bias_cut)
+        return LocalPart(self.core, leaf, self._cut)
+
+    @property
+    def _bias_cut(self) -> Cut:
+        return self._cut if self.mode in ("column", "gather") else WHOLE
+
+    def _share(self, blocks: tuple[int, ...]) -> Cut:
+        if self.mode == "gather" and len(blocks) > 1:
+            raise ValueError("a gathered output is put together as one block")
+        dim, size = (1, self.in_features) if self.mode == "row" else (0, self.out_features)
+        rank, degree = dist.get_rank(self._group), dist.get_world_size(self._group)
+        return Cut.of_blocks(dim, size, blocks=blocks, rank=rank, degree=degree)
+
+
+class ParallelRMSNorm(nn.Module):
+    """RMSNorm over a width of which each rank of the group has an even share (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+
+    def __init__(self, norm: nn.RMSNorm, *, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        [self._width] = norm.normalized_shape
+        self._eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
+        self._group = group
+        rank, degree = dist.get_rank(group), dist.get_world_size(group)
+        self._cut = Cut.of_blocks(0, self._width, blocks=(1,), rank=rank, degree=degree)
+        self.weight = nn.Parameter(self._cut.take(norm.weight), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(..., local width)` -> the same, in the dtype of `x`, worked out in float32."""
+        scale = torch.rsqrt(mean_square(x, width=self._width, group=self._group) + self._eps)
+        return (x.float() * scale * self.weight).to(x.dtype)
+
+    def local_part(self, leaf: str) -> LocalPart | None:
+        """Where the weight goes."""
+        return LocalPart(self, leaf, self._cut)
+
+
+def local_part(model: nn.Module, name: str) -> LocalPart | None:
+    """Where what the model's class calls `name` goes; None when this rank does without it."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if isinstance(module, ParallelLinear | ParallelRMSNorm):
+        return module.local_part(leaf)
+    return LocalPart(module, leaf, WHOLE)
+
+
+def cut_weights(model: nn.Module, split: TensorSplit, *, group: dist.ProcessGroup) -> None:
+    """Put layers that hold this rank's part in the place of those that the family names. The model has no weights yet.
+
+    Raises `RuntimeError` when a pattern fits no module, `ValueError` when the heads cannot be dealt out.
+    """
+    for shard in split.linears:
+        for name in _fitting(model, shard.pattern):
+            model.set_submodule(name, _cut_linear(model.get_submodule(name), shard, group))
+    if split.norms:
+        for name in _fitting(model, split.norms):
+            model.set_submodule(name, ParallelRMSNorm(model.get_submodule(name), group=group))
+    degree = dist.get_world_size(group)
+    for name in _fitting(model, split.attentions):
+        attention = model.get_submodule(name)
+        if attention.heads % degree:
+            raise ValueError(f"{attention.heads} heads of {name} cannot be dealt to {degree} ranks")
+        attention.heads //= degree
+
+
+def _cut_linear(linear: nn.Module, shard: LinearShard, group: dist.ProcessGroup) -> ParallelLinear:
+    return ParallelLinear(linear, mode=shard.mode, blocks=shard.blocks, group=group)
+
+
+def _fitting(model: nn.Module, pattern: str) -> list[str]:
+    names = [name for name, _ in model.named_modules() if re.fullmatch(pattern, name)]
+    if not names:
+        raise RuntimeError(f"no module of {type(model).__name__} is called {pattern}")
+    return names

@@ -1,0 +1,54 @@
+"""Who has how many of something that is dealt to the ranks of a group, and which part of a tensor that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+def even_lengths(total: int, degree: int) -> tuple[int, ...]:
+    """How many of `total` each rank has; they differ by at most one."""
+    return tuple(total // degree + (rank < total % degree) for rank in range(degree))
+
+
+def span(lengths: Sequence[int], rank: int) -> slice:
+    """Where the part of a rank lies in the whole."""
+    start = sum(lengths[:rank])
+    return slice(start, start + lengths[rank])
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a full tensor that a rank holds: `spans` along `dim`, one for each block of what is fused there."""
+
+    dim: int = 0
+    spans: tuple[slice, ...] = ()
+
+    @classmethod
+    def of_blocks(cls, dim: int, size: int, *, blocks: Sequence[int], rank: int, degree: int) -> Cut:
+        """A rank's even share of each block of `size` features; `blocks` are their relative sizes.
+
+        Raises `ValueError` when the size is not that of such blocks.
+        """
+        unit, rest = divmod(size, sum(blocks))
+        if rest:
+            raise ValueError(f"{size} features are not blocks of {tuple(blocks)}")
+        spans, start = [], 0
+        for block in blocks:
+            part = span(even_lengths(block * unit, degree), rank)
+            spans.append(slice(start + part.start, start + part.stop))
+            start += block * unit
+        return cls(dim, tuple(spans))
+
+    def take(self, full: Any) -> torch.Tensor:
+        """The part of a tensor, or of a slice of a safetensors file, of which no more is read than that."""
+        if not self.spans:
+            return full
+        parts = [full[(slice(None),) * self.dim + (part,)] for part in self.spans]
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=self.dim)
+
+
+WHOLE = Cut()
