@@ -37,19 +37,17 @@ class OutriggerParallelism(io.ComfyNode):
                     ),
                 ),
                 _degree(
-                    "ulysses", "Sequence parallel: each rank computes some attention heads. Must divide the heads."
+                    "ulysses",
+                    "Sequence parallel: each rank computes some attention heads. ulysses x tensor must divide the heads.",
                 ),
+                _degree("ring", "Sequence parallel: keys and values go round the ranks. Any number of ranks."),
                 _degree(
-                    "ring",
-                    "Sequence parallel: keys and values go round the ranks. Not in this version yet: leave it 0 or 1.",
+                    "tensor", "Each rank holds a part of every layer: for a model that does not fit on one device."
                 ),
-                _degree("tensor", "Each rank holds a part of every layer. Not in this version yet: leave it 0 or 1."),
                 _degree(
                     "cfg", "2: positive and negative prompt are computed at the same time, one half of the ranks each."
                 ),
-                _degree(
-                    "data", "Each rank computes some items of the batch. Not in this version yet: leave it 0 or 1."
-                ),
+                _degree("data", "Each rank computes some items of the batch. Of use with a batch only."),
             ],
             outputs=[Parallel.Output(display_name="parallel", tooltip="The plan, for Load Model.")],
         )

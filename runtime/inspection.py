@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,9 @@ class Source:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model is and where its parts are. `sources` is empty for a model with random weights."""
+    """What a model is and where its parts are. `sources` is empty for a model with random weights; `elements` is how many
+    numbers the transformer's weights are, 0 where that was not read.
+    """
 
     name: str
     family: str
@@ -43,6 +46,7 @@ class ModelFacts:
     head_dim: int
     layers: int
     config: Mapping[str, Any] = field(repr=False)
+    elements: int = 0
     sources: tuple[Source, ...] = field(default=(), repr=False)
     text_encoder: Path | None = None
     tokenizer: Path | None = None
@@ -152,7 +156,7 @@ def _transformer_folder(path: Path) -> ModelFacts:
     headers = {file: read_header(file) for file in _weight_files(path)}
     _refuse_formats(path, {name: entry for header in headers.values() for name, entry in header.items()})
     sources = tuple(Source(file, {name: name for name in header}) for file, header in headers.items())
-    return _facts(family, config, sources=sources)
+    return _facts(family, config, sources=sources, elements=sum(map(_elements, headers.values())))
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -243,7 +247,12 @@ def _file_of(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], 
         raise Refused(f"{path} is {other}, which is not available yet. Available: {family.title}")
     if config[family.heads] < 1:
         raise Refused(f"{path} is too narrow for {family.title}: {shapes[family.signature[0]]}")
-    return _facts(family, config, sources=(Source(path, MappingProxyType(dict(names))),))
+    sources = (Source(path, MappingProxyType(dict(names))),)
+    return _facts(family, config, sources=sources, elements=_elements(header))
+
+
+def _elements(header: Mapping[str, TensorEntry]) -> int:
+    return sum(math.prod(entry.shape) for entry in header.values())
 
 
 def _refuse_formats(path: Path, header: Mapping[str, TensorEntry]) -> None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .degrees import Degrees, Needs
 from .errors import Refused
 from .inspection import ModelFacts
 from .machine import Machine
-from .settings import AXES, ParallelSettings
+from .settings import AXES, MAX_DEGREE, ParallelSettings
 
-AVAILABLE = {"data": 1, "cfg": 2, "ring": 1, "tensor": 1}
-"""The highest degree of each axis in this version; Ulysses is bounded by the heads."""
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The degree of each axis and the device of each rank (`cpu` or `cuda:N`), outermost axis first."""
+    """The degree of each axis and the device of each rank (`cpu` or `cuda:N`), outermost axis first.
+
+    `bytes_per_rank` is about what the weights of one rank take; 0 where that is not known.
+    """
 
     data: int
     cfg: int
@@ -26,6 +29,7 @@ class Plan:
     tensor: int
     devices: tuple[str, ...]
     reason: str = ""
+    bytes_per_rank: int = 0
 
     @property
     def world(self) -> int:
@@ -39,59 +43,67 @@ class Plan:
 
 
 class PlanRefused(Refused):
-    """No plan for these settings; `nearest` are settings that have one."""
+    """No plan for these settings; `nearest` are settings that have one, None when nothing has."""
 
-    def __init__(self, message: str, *, nearest: ParallelSettings) -> None:
+    def __init__(self, message: str, *, nearest: ParallelSettings | None) -> None:
         self.nearest = nearest
-        super().__init__(f"{message}. The nearest plan that works: {_described(nearest)}")
+        way_out = f"The nearest plan that works: {_described(nearest)}" if nearest else "No plan of this machine works"
+        super().__init__(f"{message}. {way_out}")
 
 
-@dataclass(frozen=True)
-class _Degrees:
-    """A legal choice of degrees; the axes that are not there are 1."""
-
-    cfg: int
-    ulysses: int
-
-    @property
-    def product(self) -> int:
-        return self.cfg * self.ulysses
-
-    def degree(self, axis: str) -> int:
-        return getattr(self, axis, 1)
-
-
-def make_plan(parallel: ParallelSettings, facts: ModelFacts, machine: Machine) -> Plan:
+def make_plan(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, *, dtype: str = "auto") -> Plan:
     """The plan for these settings. Raises `PlanRefused` with formula, numbers and the nearest legal plan."""
-    problem = _problem(parallel, facts, machine)
+    problem = _problem(parallel, facts, machine, dtype)
     if problem:
-        raise PlanRefused(problem, nearest=_nearest(parallel, facts, machine))
-    devices = _devices(parallel, facts, machine)
-    chosen = _choices(parallel, facts, len(devices))[0]
-    degrees = {axis: chosen.degree(axis) for axis in AXES}
-    return Plan(**degrees, devices=devices, reason=_reason(parallel, facts, machine, devices, chosen))
+        raise PlanRefused(problem, nearest=_nearest(parallel, facts, machine, dtype))
+    devices = _devices(parallel, machine)
+    needs = _needs(facts, machine, devices, dtype)
+    chosen = needs.choices(len(devices), parallel.set_degrees)[0]
+    return Plan(
+        **vars(chosen),
+        devices=devices,
+        reason=_reason(parallel, needs, machine, devices, chosen),
+        bytes_per_rank=needs.bytes_per_rank(chosen.tensor),
+    )
 
 
-def _problem(parallel: ParallelSettings, facts: ModelFacts, machine: Machine) -> str:
+def _needs(facts: ModelFacts, machine: Machine, devices: Sequence[str], dtype: str) -> Needs:
+    sizes = [machine.cuda[int(device.removeprefix("cuda:"))].memory_mib for device in devices if device != "cpu"]
+    return Needs(facts, dtype, memory=min(sizes, default=0) * MIB)
+
+
+# What is wrong ------------------------------------------------------------------------------------------------------
+
+
+def _problem(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, dtype: str) -> str:
     """What is wrong with the settings, in the user's words; empty when nothing is."""
-    for axis, most in AVAILABLE.items():
-        degree = getattr(parallel, axis)
-        if degree > most:
-            return f"{axis} {degree} is not available in this version: set {axis} to {' or '.join('12'[:most])}"
-    if parallel.ulysses and facts.heads % parallel.ulysses:
-        return (
-            f"ulysses {parallel.ulysses} does not divide the {facts.heads} attention heads of {facts.name}: "
-            f"{parallel.ulysses} ranks for {facts.heads} heads"
-        )
-    count, kind = parallel.device_count, _kind(parallel, machine)
-    if kind == "cuda" and (missing := _missing_gpus(parallel, machine)):
+    wrong = Needs(facts).problem(parallel.set_degrees)
+    if wrong:
+        return wrong
+    if _kind(parallel, machine) == "cuda" and (missing := _missing_gpus(parallel, machine)):
         return missing
-    if count is not None and not _choices(parallel, facts, count):
+    devices = _devices(parallel, machine)
+    if len(devices) > MAX_DEGREE:
+        return f"{_formula(parallel)} = {parallel.product} is more than {MAX_DEGREE} ranks"
+    needs = _needs(facts, machine, devices, dtype)
+    choices = needs.choices(len(devices), parallel.set_degrees)
+    if not choices:
+        count = len(devices)
         return (
             f"{parallel.devices} is {count} device{'s'[: count > 1]}, but {_formula(parallel)} = {parallel.product}, and "
-            f"the degrees left open (ulysses a divisor of {facts.heads} heads, cfg 1 or 2) do not make it {count}"
+            f"the degrees left open (ulysses x tensor a divisor of {facts.heads} heads, cfg 1 or 2) do not make it {count}"
         )
-    return ""
+    return _too_large(needs, devices, choices[0])
+
+
+def _too_large(needs: Needs, devices: Sequence[str], degrees: Degrees) -> str:
+    """Why the weights cannot be held; empty when they can."""
+    if needs.fits(degrees.tensor, share=1.0):
+        return ""
+    return (
+        f"the weights of {needs.facts.name} take {_gib(needs.bytes_per_rank(degrees.tensor))} on each rank at tensor "
+        f"{degrees.tensor}, but {', '.join(devices)} {'have' if devices[1:] else 'has'} {_gib(needs.memory)}"
+    )
 
 
 def _kind(parallel: ParallelSettings, machine: Machine) -> str:
@@ -114,62 +126,64 @@ def _numbers(parallel: ParallelSettings) -> list[int]:
     return [int(number) for number in parallel.devices.removeprefix("cuda:").split(",")]
 
 
-def _devices(parallel: ParallelSettings, facts: ModelFacts, machine: Machine) -> tuple[str, ...]:
-    """The device of each rank."""
-    kind = _kind(parallel, machine)
+def _devices(parallel: ParallelSettings, machine: Machine) -> tuple[str, ...]:
+    """The device of each rank. On auto with no degree set that is every GPU: a ring takes any number."""
+    cpu, count = _kind(parallel, machine) == "cpu", parallel.product
     if parallel.devices != "auto":
-        return ("cpu",) * parallel.device_count if kind == "cpu" else tuple(f"cuda:{n}" for n in _numbers(parallel))
-    count = parallel.product
+        return ("cpu",) * parallel.device_count if cpu else tuple(f"cuda:{number}" for number in _numbers(parallel))
     if not parallel.set_degrees:
-        usable = range(len(machine.cuda), 0, -1)
-        count = next((count for count in usable if _choices(parallel, facts, count)), 1)
-    return ("cpu",) * count if kind == "cpu" else tuple(f"cuda:{number}" for number in range(count))
+        count = max(len(machine.cuda), 1)
+    return ("cpu",) * count if cpu else tuple(f"cuda:{number}" for number in range(count))
 
 
-def _choices(parallel: ParallelSettings, facts: ModelFacts, count: int) -> list[_Degrees]:
-    """The legal degrees that use `count` devices and keep what is set; the most Ulysses first."""
-    fitting = [
-        degrees
-        for degrees in _legal(facts)
-        if degrees.product == count
-        and all(degrees.degree(axis) == degree for axis, degree in parallel.set_degrees.items())
-    ]
-    return sorted(fitting, key=lambda degrees: -degrees.ulysses)
+# The way out --------------------------------------------------------------------------------------------------------
 
 
-def _legal(facts: ModelFacts) -> Iterator[_Degrees]:
-    for cfg in range(1, AVAILABLE["cfg"] + 1):
-        for ulysses in range(1, facts.heads + 1):
-            if facts.heads % ulysses == 0:
-                yield _Degrees(cfg=cfg, ulysses=ulysses)
-
-
-def _nearest(parallel: ParallelSettings, facts: ModelFacts, machine: Machine) -> ParallelSettings:
+def _nearest(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, dtype: str) -> ParallelSettings | None:
     """Settings with a plan: as near as can be in the number of devices, then in the degrees that were set."""
-    wanted = parallel.device_count or parallel.product
-    numbers = _usable_gpus(parallel, machine)
-    most = len(numbers) if numbers else max(wanted, 1)
+    wanted = min(parallel.device_count or parallel.product, MAX_DEGREE)
+    usable = _usable_gpus(parallel, machine)
+    for numbers in (usable, list(range(len(machine.cuda)))):
+        most = len(numbers) if usable else wanted
+        for count in sorted(range(1, most + 1), key=lambda count: abs(count - wanted)):
+            devices = [f"cuda:{number}" for number in numbers[:count]] if usable else ["cpu"] * count
+            needs = _needs(facts, machine, devices, dtype)
+            fitting = [degrees for degrees in needs.choices(count, {}) if needs.fits(degrees.tensor, share=1.0)]
+            if fitting:
+                return _settings(parallel, devices, min(fitting, key=lambda degrees: _change(parallel, degrees)))
+    return None
 
-    def distance(degrees: _Degrees) -> tuple[float, float, int]:
-        changed = (abs(math.log(degrees.degree(axis) / degree)) for axis, degree in parallel.set_degrees.items())
-        return abs(degrees.product - wanted), sum(changed), -degrees.ulysses
 
-    best = min((degrees for degrees in _legal(facts) if degrees.product <= most), key=distance)
-    listed = ",".join(map(str, numbers[: best.product]))
-    devices = f"cuda:{listed}" if numbers else f"cpu:{best.product}"
+def _change(parallel: ParallelSettings, degrees: Degrees) -> float:
+    """How far degrees are from the ones that were set. Of equally near ones the first in the list is the best."""
+    return sum(abs(math.log(degrees.degree(axis) / degree)) for axis, degree in parallel.set_degrees.items())
+
+
+def _settings(parallel: ParallelSettings, devices: Sequence[str], degrees: Degrees) -> ParallelSettings:
     if parallel.devices == "auto":
-        devices = "auto"
-    return ParallelSettings(devices=devices, **{axis: best.degree(axis) for axis in AXES})
+        named = "auto"
+    elif devices[0] == "cpu":
+        named = f"cpu:{len(devices)}"
+    else:
+        named = f"cuda:{','.join(device.removeprefix('cuda:') for device in devices)}"
+    return ParallelSettings(devices=named, **vars(degrees))
 
 
 def _usable_gpus(parallel: ParallelSettings, machine: Machine) -> list[int]:
-    """The numbers of the GPUs a nearest plan may use; none when it is to run on the processor."""
+    """The numbers of the GPUs a nearest plan may use first; none when it is to run on the processor."""
     present = range(len(machine.cuda))
     if _kind(parallel, machine) == "cpu" or not present:
         return []
     if parallel.devices == "auto":
         return list(present)
     return [number for number in _numbers(parallel) if number in present] or list(present)[:1]
+
+
+# In words -----------------------------------------------------------------------------------------------------------
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"
 
 
 def _formula(parallel: ParallelSettings) -> str:
@@ -182,17 +196,23 @@ def _described(parallel: ParallelSettings) -> str:
 
 
 def _reason(
-    parallel: ParallelSettings, facts: ModelFacts, machine: Machine, devices: tuple[str, ...], chosen: _Degrees
+    parallel: ParallelSettings, needs: Needs, machine: Machine, devices: tuple[str, ...], chosen: Degrees
 ) -> str:
     """Why this plan, in a sentence or two."""
     count = len(devices)
     if parallel.devices == "auto" and not parallel.set_degrees:
         if not machine.cuda:
             return "No GPU: one process with all cores is as fast as several on a CPU"
-        why = f"{count} of {len(machine.cuda)} GPU{'s'[: len(machine.cuda) > 1]}"
+        why = f"{count} GPU{'s'[: count > 1]}"
     else:
         why = f"{count} rank{'s'[: count > 1]} on {'the CPU' if devices[0] == 'cpu' else ', '.join(devices)}"
     if count == 1:
         return why
-    idle = "; at cfg 1 both halves of the cfg axis do the same work" if chosen.cfg > 1 else ""
-    return f"{why}: ulysses {chosen.ulysses} (of {facts.heads} heads) x cfg {chosen.cfg}{idle}"
+    parts = [f"{why}: {chosen.formula} ({needs.facts.heads} heads)"]
+    if chosen.cfg > 1:
+        parts.append("at cfg 1 the cfg axis shares the tokens instead")
+    if chosen.tensor > 1 and "tensor" not in parallel.set_degrees and not needs.fits(1):
+        parts.append(f"the weights take {_gib(needs.bytes_per_rank(1))}, so that each rank holds a part of them")
+    if devices[0] == "cpu":
+        parts.append("one process with all cores is about as fast on a CPU")
+    return "; ".join(parts)

@@ -15,17 +15,19 @@ CONTROL = ("errors", "settings", "message", "protocol", "folders", "pool", "chan
 COMPUTE = (
     "mesh",
     "parallel",
+    "quant",
     "sequence",
     "blocks",
     "regions",
     "guidance",
+    "replicas",
     "linear",
     "checkpoint",
     "sampling",
     "encoders",
     "pipeline",
 )
-FACTS = ("families", "safetensors_header", "inspection", "machine", "plan")
+FACTS = ("families", "safetensors_header", "inspection", "machine", "degrees", "plan")
 """Read without torch, by the server as well."""
 NODES_MAY_IMPORT = {"runtime", "runtime.settings", "runtime.protocol", "runtime.client", "runtime.errors"}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}

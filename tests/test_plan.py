@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+import random
 
 import pytest
 
@@ -28,19 +28,25 @@ def with_gpus(count: int) -> Machine:
     [
         ({}, NO_GPU, 40, {}, ("cpu",)),
         ({}, with_gpus(1), 40, {}, ("cuda:0",)),
-        ({}, with_gpus(4), 40, {"ulysses": 4}, tuple(f"cuda:{n}" for n in range(4))),
+        ({}, with_gpus(2), 40, {"cfg": 2}, ("cuda:0", "cuda:1")),
+        ({}, with_gpus(4), 40, {"cfg": 2, "ulysses": 2}, tuple(f"cuda:{n}" for n in range(4))),
         ({}, with_gpus(8), 12, {"ulysses": 4, "cfg": 2}, tuple(f"cuda:{n}" for n in range(8))),
         ({}, with_gpus(4), 2, {"ulysses": 2, "cfg": 2}, tuple(f"cuda:{n}" for n in range(4))),
-        ({}, with_gpus(3), 2, {"ulysses": 2}, ("cuda:0", "cuda:1")),
-        ({"devices": "cpu:2"}, NO_GPU, 2, {"ulysses": 2}, ("cpu",) * 2),
+        ({}, with_gpus(3), 2, {"ring": 3}, ("cuda:0", "cuda:1", "cuda:2")),
+        ({}, with_gpus(8), 2, {"cfg": 2, "ring": 2, "ulysses": 2}, tuple(f"cuda:{n}" for n in range(8))),
+        ({"devices": "cpu:2"}, NO_GPU, 2, {"cfg": 2}, ("cpu",) * 2),
+        ({"devices": "cpu:3"}, NO_GPU, 2, {"ring": 3}, ("cpu",) * 3),
+        ({"devices": "cpu:4", "cfg": 1, "ring": 1, "data": 1}, NO_GPU, 4, {"ulysses": 4}, ("cpu",) * 4),
+        ({"devices": "cpu:4", "cfg": 1, "ring": 1, "ulysses": 1}, NO_GPU, 4, {"tensor": 4}, ("cpu",) * 4),
+        ({"devices": "cpu:6", "data": 3, "tensor": 2}, NO_GPU, 4, {"data": 3, "tensor": 2}, ("cpu",) * 6),
         ({"devices": "cpu:2", "cfg": 2}, NO_GPU, 2, {"cfg": 2}, ("cpu",) * 2),
         ({"devices": "cpu:4"}, NO_GPU, 2, {"ulysses": 2, "cfg": 2}, ("cpu",) * 4),
-        ({"devices": "cuda:1,0"}, with_gpus(2), 12, {"ulysses": 2}, ("cuda:1", "cuda:0")),
+        ({"devices": "cuda:1,0"}, with_gpus(2), 12, {"cfg": 2}, ("cuda:1", "cuda:0")),
         ({"ulysses": 2}, NO_GPU, 2, {"ulysses": 2}, ("cpu",) * 2),
         ({"ulysses": 2, "cfg": 2}, with_gpus(8), 2, {"ulysses": 2, "cfg": 2}, tuple(f"cuda:{n}" for n in range(4))),
     ],
 )
-def test_open_degrees_take_ulysses_first_then_cfg(settings, machine, heads, degrees, devices):
+def test_open_degrees_take_cfg_first_then_ulysses_then_the_ring(settings, machine, heads, degrees, devices):
     plan = make_plan(ParallelSettings(**settings), model_with(heads), machine)
     assert plan.degrees == {axis: degrees.get(axis, 1) for axis in AXES}
     assert plan.devices == devices
@@ -50,11 +56,11 @@ def test_open_degrees_take_ulysses_first_then_cfg(settings, machine, heads, degr
 @pytest.mark.parametrize(
     ("settings", "machine", "heads", "words"),
     [
-        ({"devices": "cpu:3", "ulysses": 3}, NO_GPU, 2, ("3 ranks for 2 heads", "ulysses 2")),
-        ({"devices": "cpu:3"}, NO_GPU, 2, ("cpu:3", "3 devices", "2 heads")),
-        ({"ring": 2}, NO_GPU, 2, ("ring 2", "not available in this version", "set ring to 1")),
-        ({"tensor": 4}, NO_GPU, 2, ("tensor 4", "set tensor to 1")),
-        ({"data": 2}, NO_GPU, 2, ("data 2", "set data to 1")),
+        ({"devices": "cpu:3", "ulysses": 3}, NO_GPU, 2, ("3 ranks for 2 heads", "cpu:3", "ring 3")),
+        ({"devices": "cpu:3", "ring": 1, "cfg": 1, "data": 1}, NO_GPU, 2, ("cpu:3", "3 devices", "2 heads")),
+        ({"tensor": 4}, NO_GPU, 2, ("tensor 4", "4 ranks for 2 heads", "tensor 2")),
+        ({"ulysses": 2, "tensor": 2}, NO_GPU, 2, ("ulysses 2 x tensor 2 = 4", "2 heads", "cfg 2, ring 1, ulysses 2")),
+        ({"ulysses": 2, "ring": 64}, NO_GPU, 2, ("ulysses 2 = 128", "more than 64 ranks")),
         ({"cfg": 3}, NO_GPU, 2, ("cfg 3", "set cfg to 1 or 2")),
         ({"cfg": 2}, with_gpus(1), 2, ("cfg 2 = 2 needs 2 GPUs", "1 GPU")),
         ({"devices": "cuda:0"}, NO_GPU, 2, ("cuda:0", "no GPU", "cpu:1")),
@@ -68,16 +74,15 @@ def test_refusals_name_the_values_and_the_way_out(settings, machine, heads, word
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 3, 8])
-@pytest.mark.parametrize("heads", [2, 12, 40])
+@pytest.mark.parametrize("heads", [2, 12, 30])
 def test_a_plan_uses_all_its_devices_or_the_nearest_is_accepted(gpus, heads):
     facts, machine = model_with(heads), with_gpus(gpus)
+    generator, accepted, refused = random.Random(heads), 0, 0
     listed = [f"cuda:{','.join(map(str, range(count)))}" for count in range(1, 9)]
     devices = ["auto", *(f"cpu:{count}" for count in range(1, 9)), *listed]
-    accepted = refused = 0
-    for chosen, ulysses, cfg, ring in product(devices, range(9), range(4), (0, 1, 2)):
-        settings = ParallelSettings.model_construct(
-            devices=chosen, ulysses=ulysses, cfg=cfg, ring=ring, tensor=0, data=0
-        )
+    for _ in range(400):
+        degrees = {axis: generator.choice((0, 0, 1, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8)) for axis in AXES}
+        settings = ParallelSettings.model_construct(devices=generator.choice(devices), **degrees)
         try:
             plan = make_plan(settings, facts, machine)
         except PlanRefused as refusal:
@@ -88,13 +93,48 @@ def test_a_plan_uses_all_its_devices_or_the_nearest_is_accepted(gpus, heads):
         else:
             accepted += 1
             assert plan.world == len(plan.devices)
+            assert heads % (plan.ulysses * plan.tensor) == 0 and plan.cfg <= 2
             assert all(plan.degrees[axis] == degree for axis, degree in settings.set_degrees.items())
     assert accepted and refused
+
+
+LARGE = ModelFacts(name="large", family="wan", heads=40, head_dim=128, layers=40, config={}, elements=14 << 30)
+SMALL_GPU = CudaDevice(name="GPU", memory_mib=24 << 10)
+"""28 GiB of weights at 16 bit, and a GPU of 24 GiB."""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "degrees"),
+    [
+        (2, {}, {"tensor": 2}),
+        (4, {}, {"cfg": 2, "tensor": 2}),
+        (8, {"devices": "cuda:0,1,2,3,4,5,6,7", "cfg": 1}, {"ulysses": 4, "tensor": 2}),
+    ],
+)
+def test_weights_that_do_not_fit_are_cut(gpus, settings, degrees):
+    machine = Machine(cuda=(SMALL_GPU,) * gpus)
+    plan = make_plan(ParallelSettings(**settings), LARGE, machine)
+    assert plan.degrees == {axis: degrees.get(axis, 1) for axis in AXES}
+    assert "28.0 GiB" in plan.reason and plan.bytes_per_rank == 14 << 30
+
+
+def test_weights_that_cannot_be_held_are_refused_with_a_plan_that_can_hold_them():
+    machine = Machine(cuda=(SMALL_GPU,) * 8)
+    with pytest.raises(PlanRefused, match=r"28\.0 GiB on each rank at tensor 1, but cuda:0 has 24\.0 GiB") as refusal:
+        make_plan(ParallelSettings(devices="cuda:0"), LARGE, machine)
+    assert make_plan(refusal.value.nearest, LARGE, machine).tensor == 2
+
+
+def test_a_model_that_fits_nowhere_has_no_nearest_plan():
+    with pytest.raises(PlanRefused, match="No plan of this machine works") as refusal:
+        make_plan(ParallelSettings(), LARGE, Machine(cuda=(SMALL_GPU,)), dtype="fp32")
+    assert refusal.value.nearest is None and "56.0 GiB" in str(refusal.value)
 
 
 def test_the_tiny_model_has_a_plan_for_each_of_its_heads():
     facts = inspect_model("random:wan")
     assert make_plan(ParallelSettings(devices="cpu:8"), facts, NO_GPU).degrees["ulysses"] == 4
+    assert facts.elements == 0
 
 
 LISTING = "0, GPU-aa11, 81559, NVIDIA H100\n1, GPU-bb22, 24564, NVIDIA GeForce RTX 4090\n"

@@ -1,0 +1,100 @@
+"""Which degrees a model can be run with: plain arithmetic on heads and bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass
+
+from .inspection import ModelFacts
+
+BRANCHES = 2
+"""Of guidance: the positive and the negative prompt."""
+DTYPE_BYTES = {"auto": 2, "bf16": 2, "fp16": 2, "fp32": 4}
+"""By the number format asked for; auto is bf16 on a GPU, where it counts."""
+WEIGHTS_SHARE = 0.8
+"""So much of a GPU's memory may be weights; the rest is for what a step works with."""
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """The degree of each axis, outermost first."""
+
+    data: int = 1
+    cfg: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+
+    @property
+    def product(self) -> int:
+        """How many ranks that is."""
+        return math.prod(astuple(self))
+
+    def degree(self, axis: str) -> int:
+        """The degree of an axis by name."""
+        return getattr(self, axis)
+
+    @property
+    def formula(self) -> str:
+        """The axes that have more than one rank, such as "cfg 2 x ulysses 4"."""
+        return " x ".join(f"{axis} {degree}" for axis, degree in vars(self).items() if degree > 1) or "one rank"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a model asks of the degrees; `memory` is bytes of the smallest device, 0 where that is not known."""
+
+    facts: ModelFacts
+    dtype: str = "auto"
+    memory: int = 0
+
+    def problem(self, degrees: Mapping[str, int]) -> str:
+        """What is wrong with degrees, of which some may be missing; empty when nothing is."""
+        name, heads = self.facts.name, self.facts.heads
+        if degrees.get("cfg", 1) > BRANCHES:
+            return (
+                f"cfg {degrees['cfg']} is more than the two branches of guidance, the positive and the negative prompt: "
+                f"set cfg to 1 or 2"
+            )
+        sharing = {axis: degrees[axis] for axis in ("ulysses", "tensor") if degrees.get(axis, 1) > 1}
+        ranks = math.prod(sharing.values())
+        if heads % ranks:
+            formula = " x ".join(f"{axis} {degree}" for axis, degree in sharing.items())
+            product = f" = {ranks}" if len(sharing) > 1 else ""
+            return f"{formula}{product} does not divide the {heads} attention heads of {name}: {ranks} ranks for {heads} heads"
+        return ""
+
+    def bytes_per_rank(self, tensor: int) -> int:
+        """About what the weights of one rank take."""
+        return self.facts.elements * DTYPE_BYTES[self.dtype] // tensor
+
+    def fits(self, tensor: int, share: float = WEIGHTS_SHARE) -> bool:
+        """Whether the weights leave enough of the memory free, as far as that is known."""
+        return not self.memory or self.bytes_per_rank(tensor) <= share * self.memory
+
+    def choices(self, count: int, fixed: Mapping[str, int]) -> list[Degrees]:
+        """The legal degrees for `count` ranks with some degrees given; the best one first.
+
+        Guidance needs the least exchange, so it comes first, then Ulysses, then the ring; weights are cut where they do
+        not fit otherwise, and replicas come last: they are of use for a batch only.
+        """
+
+        def cost(degrees: Degrees) -> tuple:
+            return not self.fits(degrees.tensor), degrees.data, degrees.tensor, -degrees.cfg, -degrees.ulysses
+
+        found = (Degrees(*sizes) for sizes in _factored(count, [fixed.get(axis, 0) for axis in vars(Degrees())]))
+        return sorted((degrees for degrees in found if not self.problem(vars(degrees))), key=cost)
+
+
+def _factored(count: int, fixed: list[int]) -> Iterator[tuple[int, ...]]:
+    """The ways to write `count` as a product of as many factors; a factor that is not 0 is given."""
+    if not fixed:
+        if count == 1:
+            yield ()
+        return
+    first, *rest = fixed
+    for size in [first] if first else range(1, count + 1):
+        if count % size == 0:
+            for others in _factored(count // size, rest):
+                yield (size, *others)
