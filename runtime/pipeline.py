@@ -56,6 +56,7 @@ class Pipeline:
         self._sequence = sequence
         self._dtype = _dtype(settings, mesh)
         self._text_width: int = transformer.config[facts.spec.text_width]
+        self._pooled_width: int = transformer.config[facts.spec.pooled_width] if facts.spec.pooled_width else 0
         predict = Predictor(transformer, facts.spec, dtype=self._dtype)
         replicas = mesh.group("data")
         self._predict = predict if replicas is None else Replicas(predict, replicas)
@@ -89,9 +90,10 @@ class Pipeline:
     @torch.inference_mode()
     def sample(self, request: Sample, *, progress: ReportProgress) -> torch.Tensor:
         """The latent after sampling, float32 on the CPU, on every rank: what KSampler returns for the same widgets."""
-        form = self._family.latent
+        form, family = self._family.latent, self._family
         latent = self._fitted(request)
-        table = FlowTable(shift=request.settings.shift or self._family.shift)
+        shift = request.settings.shift or family.shift
+        table = FlowTable(shift=shift, multiplier=family.timestep_scale, size=family.sigma_table)
         sigmas = _sigmas(request, table)
         if not len(sigmas):
             return latent
@@ -159,15 +161,30 @@ class Pipeline:
                 f"the conditioning has shape {tuple(conditioning.embedding.shape)}, but {self._family.title} takes "
                 f"(batch, tokens, {width}): encode the prompt with the text encoder of this model"
             )
-        unread = {"pooled": None, "attention_mask": None, "guidance": None}
-        embedding = conditioning.embedding.to(self._mesh.device, self._dtype)
-        return conditioning.model_copy(update={**unread, "embedding": embedding})
+        place = {"device": self._mesh.device, "dtype": self._dtype}
+        pooled = conditioning.pooled
+        if self._pooled_width and pooled is None:
+            pooled = conditioning.embedding.new_zeros(conditioning.embedding.shape[0], self._pooled_width)
+        if self._pooled_width and pooled.shape[-1] != self._pooled_width:
+            raise Refused(
+                f"the pooled prompt has {pooled.shape[-1]} numbers, but {self._family.title} takes {self._pooled_width}: "
+                f"encode the prompt with the text encoders of this model"
+            )
+        read = {
+            "embedding": conditioning.embedding.to(**place),
+            "pooled": pooled.to(**place) if self._pooled_width else None,
+            "attention_mask": None,
+            "guidance": conditioning.guidance if "guidance" in dict(self._family.inputs) else None,
+        }
+        return conditioning.model_copy(update=read)
 
     def _step_reporter(self, request: Sample, progress: ReportProgress) -> StepReporter:
         wanted = request.preview and self._mesh.rank == 0
         return StepReporter(progress, preview_of=self._family.latent if wanted else None)
 
     def _load_text_encoder(self) -> TextEncoder:
+        if self._family.text_encoders:
+            raise Refused(f"{self._family.title} takes {self._family.text_encoders}")
         folder, tokenizer = self._facts.text_encoder, self._facts.tokenizer
         if self._settings.text_encoder != FROM_MODEL:
             folder = Path(self._settings.text_encoder)
@@ -243,7 +260,7 @@ def _dtype(settings: ModelSettings, mesh: Mesh) -> torch.dtype:
 def _check_parts(settings: ModelSettings) -> None:
     """Raise `Refused` for a part that this version cannot use, before a weight is read."""
     if settings.text_encoder_2 != FROM_MODEL:
-        raise Refused("text_encoder_2 is set, but Wan has one text encoder: leave it at 'from model'")
+        raise Refused("text_encoder_2 is set, but no model with two text encoders reads them yet: leave it at 'from model'")
     if settings.text_encoder != FROM_MODEL and not Path(settings.text_encoder).is_dir():
         raise Refused(
             f"{settings.text_encoder} is not a diffusers text_encoder folder, and single files are not available yet: use a "

@@ -9,7 +9,8 @@ from torch import nn
 from .families.spec import FamilySpec
 from .protocol import Conditioning
 
-TIMESTEPS = 1000
+GUIDANCE = 3.5
+"""Of a model that is told its guidance, when the conditioning does not say; ComfyUI's number."""
 
 
 class Predictor:
@@ -19,13 +20,49 @@ class Predictor:
         self._model, self._family, self._dtype = model, family, dtype
 
     def __call__(self, x: torch.Tensor, sigma: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
-        """`x` is `(B, C, F, H, W)`, `sigma` has no dims, the conditioning is of the same batch, device and dtype."""
-        inputs = {argument: getattr(conditioning, field) for argument, field in self._family.inputs}
-        timestep = (sigma * TIMESTEPS).to(x.device).expand(x.shape[0])
-        padded = pad_to_patch(x.to(self._dtype), self._family.patch)
-        output = self._model(hidden_states=padded, timestep=timestep, return_dict=False, **inputs)[0]
+        """`x` is `(B, C, [F,] H, W)`, `sigma` has no dims, the conditioning is of the same batch, device and dtype."""
+        family = self._family
+        timestep = (sigma * family.timestep_scale).to(x.device).expand(x.shape[0])
+        padded = pad_to_patch(x.to(self._dtype), family.patch)
+        inputs = {argument: _input(source, conditioning, padded, family.patch) for argument, source in family.inputs}
+        tokens = pack(padded, family.patch) if family.packed else padded
+        output = self._model(hidden_states=tokens, timestep=timestep, return_dict=False, **inputs)[0]
+        if family.packed:
+            output = unpack(output, padded.shape, family.patch)
         output = output[tuple(slice(size) for size in x.shape)]
         return x - output.float() * sigma
+
+
+def _input(source: str, conditioning: Conditioning, latent: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:
+    """What an argument of the model is given: a field of the conditioning, or what follows from it and the latent."""
+    if source == "image_ids":
+        return image_ids(latent, patch)
+    if source == "text_ids":
+        return latent.new_zeros(conditioning.embedding.shape[1], 3, dtype=torch.float32)
+    if source == "guidance":
+        value = GUIDANCE if conditioning.guidance is None else conditioning.guidance
+        return latent.new_full((latent.shape[0],), value, dtype=torch.float32)
+    return getattr(conditioning, source)
+
+
+def pack(latent: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:
+    """`(B, C, H, W)` -> `(B, H / h * W / w, C * h * w)`: patches as tokens, row by row."""
+    high, wide = patch
+    return latent.unflatten(3, (-1, wide)).unflatten(2, (-1, high)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def unpack(tokens: torch.Tensor, shape: torch.Size, patch: tuple[int, ...]) -> torch.Tensor:
+    """The latent of `shape` from its patches."""
+    high, wide = patch
+    grid = tokens.unflatten(1, (shape[2] // high, shape[3] // wide)).unflatten(3, (-1, high, wide))
+    return grid.permute(0, 3, 1, 4, 2, 5).reshape(shape)
+
+
+def image_ids(latent: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:
+    """`(tokens, 3)` float32: 0, row and column of each patch."""
+    rows, columns = (size // step for size, step in zip(latent.shape[2:], patch, strict=True))
+    axes = [torch.arange(size, device=latent.device, dtype=torch.float32) for size in (1, rows, columns)]
+    return torch.cartesian_prod(*axes)
 
 
 def pad_to_patch(latent: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from runtime.families import FAMILIES
+from runtime.families.wan import WAN
 from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
@@ -28,7 +30,6 @@ from runtime.settings import ModelSettings, SampleSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 180
-TEXT_WIDTH = 4096
 
 
 REGIONS: dict[str, dict[str, list[dict[str, Any]]]] = {
@@ -61,8 +62,9 @@ class Case:
     def __str__(self) -> str:
         degrees = " ".join(f"{axis}{degree}" for axis, degree in self.degrees.items())
         shape = "x".join(map(str, self.latent))
+        model, prompts = self.model.removeprefix("random:"), f"prompts{self.prompts}"
         settings = f"{self.sampler} {self.scheduler} {self.regions}".rstrip()
-        return f"{degrees} {shape} cfg{self.cfg:g} prompts{self.prompts} {settings}"
+        return f"{model} {degrees} {shape} cfg{self.cfg:g} {prompts} {settings}"
 
 
 def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
@@ -74,7 +76,7 @@ def sample_request(case: Case) -> Sample:
     """The request of a case: the same in every process."""
     generator = torch.Generator().manual_seed(3)
     positive, negative = (
-        tuple(entry(length, fields, generator) for fields in REGIONS[case.regions][side])
+        tuple(entry(case, length, fields, generator) for fields in REGIONS[case.regions][side])
         for side, length in zip(("positive", "negative"), case.prompts, strict=True)
     )
     return Sample(
@@ -90,10 +92,13 @@ def sample_request(case: Case) -> Sample:
     )
 
 
-def entry(length: int, fields: dict[str, Any], generator: torch.Generator) -> Conditioning:
-    """A drawn entry of conditioning."""
-    embedding = torch.randn(1, length, TEXT_WIDTH, generator=generator)
+def entry(case: Case, length: int, fields: dict[str, Any], generator: torch.Generator) -> Conditioning:
+    """A drawn entry of conditioning, as the tiny model of the case takes it."""
+    family = FAMILIES.get(case.model.removeprefix("random:"), WAN)
+    embedding = torch.randn(1, length, family.tiny[family.text_width], generator=generator)
     drawn = {"mask": torch.rand(1, 6, 6, generator=generator)} if "mask" in fields else {}
+    if family.pooled_width:
+        drawn |= {"pooled": torch.randn(1, family.tiny[family.pooled_width], generator=generator), "guidance": 4.0}
     return Conditioning(embedding=embedding, **{**fields, **drawn})
 
 

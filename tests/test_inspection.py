@@ -153,8 +153,8 @@ def test_missing_files_folders_and_families_are_refused(tmp_path):
     ):
         with pytest.raises(Refused, match=words):
             inspect_model(model)
-    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    with pytest.raises(Refused, match=r"FluxPipeline.*not available"):
+    (tmp_path / "model_index.json").write_text('{"_class_name": "SanaPipeline"}')
+    with pytest.raises(Refused, match=r"SanaPipeline.*not available"):
         inspect_model(str(tmp_path))
     (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
     with pytest.raises(Refused, match=r"config.json is missing"):

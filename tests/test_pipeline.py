@@ -143,7 +143,7 @@ def test_tensors_that_do_not_fit_are_named(file, changes, words):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"text_encoder_2": "/x"}, "Wan has one text encoder"),
+        ({"text_encoder_2": "/x"}, "no model with two text encoders"),
         ({"text_encoder": "/x/umt5.safetensors"}, "CLIP Loader"),
         ({"vae": "/x/vae.safetensors"}, "no such VAE"),
     ],

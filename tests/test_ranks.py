@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import combinations, pairwise
 
 import diffusers
 import pytest
 import torch
+from diffusers import FluxPipeline
 
 from runtime.checkpoint import random_tensors
 from runtime.errors import Cancelled
-from runtime.families.wan import TINY, WAN
+from runtime.families.flux import FLUX
+from runtime.families.spec import FamilySpec
+from runtime.families.wan import WAN
 from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
+from runtime.protocol import Conditioning
 from runtime.sampling import FlowTable, make_sigmas
 from runtime.settings import ModelSettings
 from tests.ranks import (
-    TEXT_WIDTH,
     Case,
     relative_error,
     run_as_threads,
@@ -56,17 +59,29 @@ REQUESTS = [
 
 FEWER = [1, 3, 6, 7]
 """Odd sides, the same at cfg 1, a video with prompts of unequal length, a batch of three."""
+PICTURES = [
+    {"latent": (1, 16, 5, 9), "prompts": (5, 9), "sampler": "euler_ancestral"},
+    {"latent": (2, 16, 8, 8), "cfg": 1.0},
+    {"latent": (3, 16, 5, 9), "prompts": (7, 7)},
+    {"latent": (1, 16, 4, 6), "prompts": (1, 1)},
+]
+"""For Flux, where the text is split as well: in the last one there is a single token of it."""
 
 
 def cases_of(numbers: Iterable[int] = range(len(REQUESTS)), /, **degrees: int) -> list[Case]:
     return [Case(**REQUESTS[number], degrees=degrees) for number in numbers]
 
 
+def pictures_of(numbers: Iterable[int] = range(len(PICTURES)), /, **degrees: int) -> list[Case]:
+    return [Case(**PICTURES[number], model="random:flux", degrees=degrees) for number in numbers]
+
+
 KINDS = ("data", "cfg", "ring", "ulysses", "tensor")
+PAIRS = [dict.fromkeys(pair, 2) for pair in combinations(KINDS, 2)]
 PROCESSES = {
-    "two": [case for kind in KINDS for case in cases_of(**{kind: 2})],
+    "two": [case for kind in KINDS for case in (*cases_of(**{kind: 2}), *pictures_of(**{kind: 2}))],
     "four": [
-        *(case for pair in combinations(KINDS, 2) for case in cases_of(FEWER, **dict.fromkeys(pair, 2))),
+        *(case for pair in PAIRS for case in (*cases_of(FEWER, **pair), *pictures_of([0, 2], **pair))),
         *(case for kind in ("ring", "ulysses", "tensor") for case in cases_of(FEWER[2:], **{kind: 4})),
     ],
 }
@@ -114,7 +129,7 @@ def test_processes_equal_one_rank(name, number, from_processes, record_property)
 
 @pytest.mark.parametrize("degrees", THREADS.values(), ids=THREADS)
 def test_threads_equal_one_rank(degrees):
-    cases = cases_of(FEWER, **degrees)
+    cases = [*cases_of(FEWER, **degrees), *pictures_of(**degrees)]
     references = run_on_one(cases)
 
     def run(mesh: Mesh) -> list[torch.Tensor]:
@@ -131,34 +146,71 @@ def test_threads_equal_one_rank(degrees):
 @pytest.mark.parametrize("latent", [EVEN, VIDEO, (3, *EVEN[1:])], ids=str)
 def test_one_rank_equals_an_euler_loop_over_the_diffusers_class(latent, cfg):
     case = Case(latent=latent, cfg=cfg, prompts=(5, 9))
+    model = bare_model(WAN)
+
+    def velocity(x: torch.Tensor, sigma: torch.Tensor, prompt: Conditioning) -> torch.Tensor:
+        embedding = prompt.embedding.expand(len(x), -1, -1)
+        return model(x, (sigma * 1000).expand(len(x)), embedding, return_dict=False)[0]
+
     [result] = run_on_one([case])
-    reference = plain_euler(case)
-    error = relative_error(result, reference)
+    error = relative_error(result, plain_euler(case, WAN, velocity))
+    print(f"relative error {error:.2e}")
+    assert error < AGAINST_DIFFUSERS
+
+
+@pytest.mark.parametrize("cfg", [1.0, 3.0])
+@pytest.mark.parametrize("latent", [(1, 16, 8, 8), (3, 16, 4, 6)], ids=str)
+def test_flux_equals_an_euler_loop_over_the_diffusers_class(latent, cfg):
+    case = Case(model="random:flux", latent=latent, cfg=cfg, prompts=(5, 9))
+    model, (rows, columns) = bare_model(FLUX), (latent[2] // 2, latent[3] // 2)
+    places = torch.tensor([(0.0, row, column) for row in range(rows) for column in range(columns)])
+
+    def velocity(x: torch.Tensor, sigma: torch.Tensor, prompt: Conditioning) -> torch.Tensor:
+        batch, length = len(x), prompt.embedding.shape[1]
+        tokens = FluxPipeline._pack_latents(x, batch, 16, *latent[2:])
+        output = model(
+            hidden_states=tokens,
+            encoder_hidden_states=prompt.embedding.expand(batch, -1, -1),
+            pooled_projections=prompt.pooled.expand(batch, -1),
+            timestep=sigma.expand(batch),
+            guidance=torch.full((batch,), prompt.guidance),
+            img_ids=places,
+            txt_ids=torch.zeros(length, 3),
+            return_dict=False,
+        )[0]
+        return FluxPipeline._unpack_latents(output, latent[2] * 8, latent[3] * 8, vae_scale_factor=8)
+
+    [result] = run_on_one([case])
+    error = relative_error(result, plain_euler(case, FLUX, velocity))
     print(f"relative error {error:.2e}")
     assert error < AGAINST_DIFFUSERS
 
 
 @torch.inference_mode()
-def plain_euler(case: Case) -> torch.Tensor:
+def plain_euler(
+    case: Case, family: FamilySpec, velocity: Callable[[torch.Tensor, torch.Tensor, Conditioning], torch.Tensor]
+) -> torch.Tensor:
     """What the request asks for, written out over an untouched diffusers model with the same random weights."""
-    model = diffusers.WanTransformer3DModel(**TINY).eval()
-    model.load_state_dict(random_weights(model))
     request = sample_request(case)
     x = torch.randn(case.latent, generator=torch.Generator().manual_seed(request.settings.seed))
-    sigmas = make_sigmas("simple", case.steps, table=FlowTable(shift=WAN.shift), sampler_name="euler")
-
-    def velocity(embedding: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        embedding = embedding.expand(x.shape[0], -1, TEXT_WIDTH)
-        return model(x, (sigma * 1000).expand(x.shape[0]), embedding, return_dict=False)[0]
-
+    table = FlowTable(shift=family.shift, multiplier=family.timestep_scale, size=family.sigma_table)
+    sigmas = make_sigmas("simple", case.steps, table=table, sampler_name="euler")
     for sigma, following in pairwise(sigmas):
-        guided = velocity(request.positive[0].embedding, sigma)
+        guided = velocity(x, sigma, request.positive[0])
         if case.cfg != 1.0:
-            negative = velocity(request.negative[0].embedding, sigma)
+            negative = velocity(x, sigma, request.negative[0])
             guided = negative + (guided - negative) * case.cfg
         x = x + guided * (following - sigma)
-    mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in (WAN.latent.mean, WAN.latent.std))
+    shape = (1, -1) + (1,) * (x.ndim - 2)
+    mean, std = (torch.tensor(values).view(shape) for values in (family.latent.mean, family.latent.std))
     return x * std + mean
+
+
+def bare_model(family: FamilySpec) -> torch.nn.Module:
+    """The diffusers class with the weights of `random:FAMILY`."""
+    model = getattr(diffusers, family.transformer_class)(**family.tiny).eval()
+    model.load_state_dict(random_weights(model))
+    return model
 
 
 def random_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import diffusers
 import pytest
 import torch
@@ -9,9 +11,12 @@ import torch.distributed as dist
 from diffusers.models import attention_dispatch
 from torch import nn
 
+from runtime.checkpoint import build_transformer
 from runtime.diffusers_seam import route_attention
 from runtime.families import FAMILIES
 from runtime.guidance import Denoiser, Entry
+from runtime.inspection import inspect_model
+from runtime.linear import cut_weights, local_part
 from runtime.mesh import Mesh
 from runtime.parallel.attention import attention
 from runtime.parallel.shares import even_lengths
@@ -83,29 +88,60 @@ def tiny(family) -> nn.Module:
     return getattr(diffusers, family.transformer_class)(**family.tiny).eval()
 
 
-def inputs_of(family) -> dict[str, torch.Tensor]:
+def inputs_of(family, text: int = 5) -> dict[str, torch.Tensor]:
+    """What the class takes for a latent of 2 x 3 tokens."""
+    prompt = torch.randn(1, text, family.tiny[family.text_width])
+    if not family.packed:
+        latent = torch.randn(1, family.latent.channels, 1, 4, 6)
+        return {"hidden_states": latent, "timestep": torch.tensor([500.0]), "encoder_hidden_states": prompt}
     return {
-        "hidden_states": torch.randn(1, family.latent.channels, 1, 4, 6),
-        "timestep": torch.tensor([500.0]),
-        "encoder_hidden_states": torch.randn(1, 5, family.tiny["text_dim"]),
+        "hidden_states": torch.randn(1, 6, family.tiny["in_channels"]),
+        "timestep": torch.tensor([0.5]),
+        "encoder_hidden_states": prompt,
+        "pooled_projections": torch.randn(1, family.tiny[family.pooled_width]),
+        "guidance": torch.tensor([3.5]),
+        "img_ids": torch.randint(3, (6, 3)).float(),
+        "txt_ids": torch.zeros(text, 3),
     }
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 @torch.inference_mode()
-def test_self_attention_and_nothing_else_comes_to_us(family):
+def test_the_attention_over_split_tokens_and_nothing_else_comes_to_us(family):
     model, inputs, recorder = tiny(family), inputs_of(family), Recorder()
     reference = model(**inputs, return_dict=False)[0]
-    attentions = [name for name, module in model.named_modules() if hasattr(module, "processor")]
-    self_attentions = [name for name in attentions if name.endswith("attn1")]
-    for name in self_attentions:
+    attentions = {name for name, module in model.named_modules() if hasattr(module, "processor")}
+    ours = {name for name in attentions if re.fullmatch(family.self_attention, name)}
+    for name in ours:
         route_attention(model.get_submodule(name), recorder)
     assert torch.equal(model(**inputs, return_dict=False)[0], reference)
-    tokens = 2 * 3
-    assert recorder.shapes == [(1, tokens, family.tiny[family.heads], family.tiny[family.head_dim])] * len(
-        self_attentions
-    )
-    assert len(attentions) > len(self_attentions) == family.tiny[family.layers]
+    has_text = any(place.stream == "text" for place in family.split.split)
+    tokens = 6 + has_text * inputs["encoder_hidden_states"].shape[1]
+    assert recorder.shapes == [(1, tokens, family.tiny[family.heads], family.tiny[family.head_dim])] * len(ours)
+    assert {name.rpartition(".")[0] for name in attentions} == {name.rpartition(".")[0] for name in ours}
+    assert len(ours) == sum(len(model.get_submodule(blocks)) for blocks in family.blocks)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+@torch.inference_mode()
+def test_a_split_model_equals_the_bare_class(family):
+    """One forward with everything split at once: text, image, heads and weights."""
+    model, inputs = tiny(family), inputs_of(family)
+    weights, reference = model.state_dict(), model(**inputs, return_dict=False)[0]
+
+    def run(mesh: Mesh) -> None:
+        model, _ = build_transformer(inspect_model(f"random:{family.name}"))
+        cut_weights(model, family.tensor, group=mesh.group("tensor"))
+        for name, tensor in weights.items():
+            part = local_part(model, name)
+            if part is not None:
+                part.module.load_state_dict({part.leaf: part.cut.take(tensor)}, strict=False, assign=True)
+        sequence = Sequence(mesh, heads=2)
+        split_tokens(model, family.split, self_attention=family.self_attention, sequence=sequence)
+        output = model(**inputs, return_dict=False)[0]
+        assert float((output - reference).norm() / reference.norm()) < 2e-6
+
+    run_as_threads({"ring": 2, "ulysses": 2, "tensor": 2}, run)
 
 
 def test_the_dispatcher_still_takes_what_we_hand_it():

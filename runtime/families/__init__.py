@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .flux import FLUX
 from .spec import FamilySpec
 from .wan import WAN
 
-FAMILIES: dict[str, FamilySpec] = {family.name: family for family in (WAN,)}
+FAMILIES: dict[str, FamilySpec] = {family.name: family for family in (WAN, FLUX)}

@@ -101,8 +101,11 @@ class FamilySpec:
     `config_from` works out the configuration of the class from the shapes (diffusers' names), and `unsupported_config`
     names what a configuration is when it is a relative that is not run. `heads`, `head_dim`, `layers` and `text_width`
     are keys of the configuration. `self_attention` is a pattern of the modules whose attention runs over the split
-    tokens; `tensor` says how the weights are cut. `inputs` says which argument of the model is which field of a conditioning. `prediction` "velocity":
-    denoised = x - sigma * output, and the model is told sigma * 1000.
+    tokens; `tensor` says how the weights are cut. `inputs` says which argument of the model is which field of a conditioning, or which of the positions
+    that are worked out (`image_ids`, `text_ids`). `prediction` "velocity": denoised = x - sigma * output, and the model is
+    told sigma * `timestep_scale`. `sigma_table` is how many noise levels ComfyUI keeps for it. `packed`: the model takes
+    patches of the latent as tokens, `(B, tokens, C * patch)`. `pooled_width`, where it reads a pooled prompt, is a key of
+    the configuration. `text_encoders` says, where the model's own cannot be used yet, what they are and the way out.
     """
 
     name: str
@@ -131,3 +134,8 @@ class FamilySpec:
     latent: LatentFormat
     text_length: int
     tiny: Mapping[str, Any]
+    pooled_width: str = ""
+    packed: bool = False
+    timestep_scale: float = 1000.0
+    sigma_table: int = 1000
+    text_encoders: str = ""

@@ -15,18 +15,19 @@ from .samplers import SAMPLERS
 
 @dataclass(frozen=True)
 class FlowTable:
-    """The noise levels of a flow model: `sigma = shift * t / (1 + (shift - 1) * t)` for t in (0, 1], 1000 of them.
+    """The noise levels of a flow model: `sigma = shift * t / (1 + (shift - 1) * t)` for t in (0, 1], `size` of them.
 
     `multiplier` times sigma is the timestep that the model is told. (ComfyUI's ModelSamplingDiscreteFlow.)
     """
 
     shift: float = 1.0
     multiplier: float = 1000
+    size: int = 1000
 
     @cached_property
     def sigmas(self) -> torch.Tensor:
-        """(1000,) float32, rising."""
-        return self.sigma(torch.arange(1, 1001) / 1000 * self.multiplier)
+        """(size,) float32, rising."""
+        return self.sigma(torch.arange(1, self.size + 1) / self.size * self.multiplier)
 
     def timestep(self, sigma: torch.Tensor) -> torch.Tensor:
         """What the model is told for a sigma."""
@@ -49,7 +50,7 @@ class FlowTable:
 
 
 def simple(table: FlowTable, steps: int) -> torch.Tensor:
-    """Every 1000/steps-th entry of the table, from the top."""
+    """Every size/steps-th entry of the table, from the top."""
     stride = len(table.sigmas) / steps
     picked = [-(1 + int(step * stride)) for step in range(steps)]
     return _with_zero(table.sigmas[picked])

@@ -1,0 +1,152 @@
+"""Flux.1 dev, text to picture (Black Forest Labs 2024, github.com/black-forest-labs/flux)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from .spec import FamilySpec, LatentFormat, LinearShard, Shapes, TensorSplit, TokenPlace, TokenSplit
+
+PATCH = (2, 2)
+HEAD_DIM = 128
+AXES = (16, 56, 56)
+"""Of the rotary embedding: like the head size the same in every published model, and not in a checkpoint."""
+
+
+def config_from(shapes: Shapes) -> dict[str, Any]:
+    """The arguments of the class that give tensors of these shapes."""
+    width, in_channels = shapes["x_embedder.weight"]
+    return {
+        "patch_size": 1,
+        "in_channels": in_channels,
+        "out_channels": shapes["proj_out.weight"][0],
+        "num_layers": _count(shapes, "transformer_blocks"),
+        "num_single_layers": _count(shapes, "single_transformer_blocks"),
+        "attention_head_dim": HEAD_DIM,
+        "num_attention_heads": width // HEAD_DIM,
+        "joint_attention_dim": shapes["context_embedder.weight"][1],
+        "pooled_projection_dim": shapes["time_text_embed.text_embedder.linear_1.weight"][1],
+        "guidance_embeds": "time_text_embed.guidance_embedder.linear_1.weight" in shapes,
+        "axes_dims_rope": AXES,
+    }
+
+
+def _count(shapes: Shapes, blocks: str) -> int:
+    return len({found[1] for name in shapes if (found := re.match(rf"{blocks}\.(\d+)\.", name))})
+
+
+def unsupported_config(config: Mapping[str, Any]) -> str:
+    """What a configuration is when it is not Flux.1 dev; empty when it is."""
+    if not config.get("guidance_embeds"):
+        return "Flux.1 schnell, or a Flux.1 without distilled guidance"
+    if config.get("in_channels", 64) != config.get("out_channels", config.get("in_channels", 64)):
+        return f"a Flux.1 that takes a picture or control beside the latent ({config['in_channels']} input channels)"
+    return ""
+
+
+LATENT = LatentFormat(
+    channels=16,
+    dims=2,
+    spatial=8,
+    temporal=1,
+    mean=(0.1159,) * 16,
+    std=(1 / 0.3611,) * 16,
+    rgb=(
+        (-0.0346, 0.0244, 0.0681), (0.0034, 0.0210, 0.0687), (0.0275, -0.0668, -0.0433), (-0.0174, 0.0160, 0.0617),
+        (0.0859, 0.0721, 0.0329), (0.0004, 0.0383, 0.0115), (0.0405, 0.0861, 0.0915), (-0.0236, -0.0185, -0.0259),
+        (-0.0245, 0.0250, 0.1180), (0.1008, 0.0755, -0.0421), (-0.0515, 0.0201, 0.0011), (0.0428, -0.0012, -0.0036),
+        (0.0817, 0.0765, 0.0749), (-0.1264, -0.0522, -0.1103), (-0.0280, -0.0881, -0.0499), (-0.1262, -0.0982, -0.0778),
+    ),
+    rgb_bias=(-0.0329, -0.0718, -0.0851),
+)  # fmt: skip
+
+TINY = MappingProxyType(
+    {
+        "patch_size": 1,
+        "in_channels": 64,
+        "out_channels": 64,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "attention_head_dim": 32,
+        "num_attention_heads": 4,
+        "joint_attention_dim": 64,
+        "pooled_projection_dim": 32,
+        "guidance_embeds": True,
+        "axes_dims_rope": (4, 14, 14),
+    }
+)
+"""For tests: 4 heads of 32, 2 double and 2 single blocks."""
+
+DOUBLE, SINGLE = r"transformer_blocks\.\d+", r"single_transformer_blocks\.\d+"
+
+FLUX = FamilySpec(
+    name="flux",
+    title="Flux.1 dev",
+    pipeline_classes=("FluxPipeline",),
+    transformer_class="FluxTransformer2DModel",
+    signature=(
+        "x_embedder.weight",
+        "context_embedder.weight",
+        "time_text_embed.text_embedder.linear_1.weight",
+        "transformer_blocks.0.attn.add_q_proj.weight",
+        "single_transformer_blocks.0.proj_mlp.weight",
+        "proj_out.weight",
+    ),
+    variants=(),
+    renames=(),
+    config_from=config_from,
+    unsupported_config=unsupported_config,
+    heads="num_attention_heads",
+    head_dim="attention_head_dim",
+    layers="num_layers",
+    text_width="joint_attention_dim",
+    blocks=("transformer_blocks", "single_transformer_blocks"),
+    split=TokenSplit(
+        split=(
+            TokenPlace("", "hidden_states"),
+            TokenPlace("", "img_ids", dim=0),
+            TokenPlace("", "encoder_hidden_states", stream="text"),
+            TokenPlace("", "txt_ids", stream="text", dim=0),
+        ),
+        gathered=(TokenPlace("proj_out"),),
+    ),
+    self_attention=rf"({DOUBLE}|{SINGLE})\.attn",
+    tensor=TensorSplit(
+        linears=(
+            LinearShard(rf"({DOUBLE}|{SINGLE})\.attn\.to_[qkv]", "column"),
+            LinearShard(rf"{DOUBLE}\.attn\.add_[qkv]_proj", "column"),
+            LinearShard(rf"{DOUBLE}\.attn\.(to_out\.0|to_add_out)", "row"),
+            LinearShard(rf"{DOUBLE}\.(ff|ff_context)\.net\.0\.proj", "column"),
+            LinearShard(rf"{DOUBLE}\.(ff|ff_context)\.net\.2", "row"),
+            LinearShard(rf"{DOUBLE}\.(norm1|norm1_context)\.linear", "gather"),
+            LinearShard(rf"{SINGLE}\.proj_mlp", "column"),
+            LinearShard(rf"{SINGLE}\.proj_out", "row", blocks=(1, 4)),
+            LinearShard(rf"{SINGLE}\.norm\.linear", "gather"),
+            LinearShard(r"norm_out\.linear", "gather"),
+        ),
+        attentions=rf"({DOUBLE}|{SINGLE})\.attn",
+    ),
+    patch=PATCH,
+    inputs=(
+        ("encoder_hidden_states", "embedding"),
+        ("pooled_projections", "pooled"),
+        ("guidance", "guidance"),
+        ("img_ids", "image_ids"),
+        ("txt_ids", "text_ids"),
+    ),
+    keep_float32=(),
+    rebuilt=(),
+    prediction="velocity",
+    shift=math.exp(1.15),
+    latent=LATENT,
+    text_length=512,
+    tiny=TINY,
+    pooled_width="pooled_projection_dim",
+    packed=True,
+    timestep_scale=1.0,
+    sigma_table=10000,
+    text_encoders="CLIP-L and T5: use a DualCLIPLoader (type flux) and CLIP Text Encode",
+)
