@@ -29,7 +29,7 @@ from runtime.protocol import Conditioning, Sample
 from runtime.settings import ModelSettings, SampleSettings
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_SECONDS = 180
+TIMEOUT_SECONDS = 420
 
 
 REGIONS: dict[str, dict[str, list[dict[str, Any]]]] = {
@@ -187,17 +187,24 @@ def main(folder: Path, rank: int, kind: str) -> None:
     torch.set_num_threads(1)
     cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
     device = f"cuda:{rank}" if kind == "cuda" else "cpu"
-    meshes, pipelines, results = {}, {}, {}
-    for number, case in enumerate(cases):
-        key = tuple(case.degrees.items())
-        if not meshes:
-            meshes[key] = Mesh.join(case.degrees, rank=rank, device=device, init_method=f"file://{folder / 'store'}")
-        elif key not in meshes:
-            meshes[key] = Mesh.of_world(case.degrees, device=device)
-        results[str(number)] = run_case(case, meshes[key], pipelines)
+    mesh = Mesh.join(cases[0].degrees, rank=rank, device=device, init_method=f"file://{folder / 'store'}")
+    results, pipelines = {}, {}
+    for number, (before, case) in enumerate(zip([cases[0], *cases], cases, strict=False)):
+        if case.degrees != before.degrees:
+            leave(mesh)
+            mesh, pipelines = Mesh.of_world(case.degrees, device=device), {}
+        results[str(number)] = run_case(case, mesh, pipelines)
     save_file(results, folder / f"rank-{rank}.safetensors")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def leave(mesh: Mesh) -> None:
+    """Give up the groups of a mesh: those of gloo take time for as long as they live."""
+    dist.barrier()
+    for group in mesh._groups.values():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 if __name__ == "__main__":
