@@ -260,7 +260,9 @@ def _dtype(settings: ModelSettings, mesh: Mesh) -> torch.dtype:
 def _check_parts(settings: ModelSettings) -> None:
     """Raise `Refused` for a part that this version cannot use, before a weight is read."""
     if settings.text_encoder_2 != FROM_MODEL:
-        raise Refused("text_encoder_2 is set, but no model with two text encoders reads them yet: leave it at 'from model'")
+        raise Refused(
+            "text_encoder_2 is set, but no model with two text encoders reads them yet: leave it at 'from model'"
+        )
     if settings.text_encoder != FROM_MODEL and not Path(settings.text_encoder).is_dir():
         raise Refused(
             f"{settings.text_encoder} is not a diffusers text_encoder folder, and single files are not available yet: use a "
