@@ -79,13 +79,13 @@ def test_short_prompt_with_nothing_but_what_is_required_is_enough(comfyui: Comfy
 
 def test_template_draws_what_its_prompt_says(comfyui: ComfyUI):
     (path,) = comfyui.run(template("text_to_image")).images()
-    assert check.inspect(pixels(path)) == ("red", "circle", "white")
+    assert check.inspect(pixels(path)) == ("yellow", "triangle", "black")
 
 
 def test_video_template_writes_nine_frames_in_which_the_shape_moves(comfyui: ComfyUI):
     frames = [pixels(path) for path in comfyui.run(template("text_to_video")).images()]
     assert len(frames) == 9
-    assert [check.inspect(frame)[0::2] for frame in (frames[0], frames[-1])] == [("blue", "black")] * 2
+    assert [check.inspect(frame)[0::2] for frame in (frames[0], frames[-1])] == [("red", "white")] * 2
     assert check.centre_of(frames[-1])[0] > check.centre_of(frames[0])[0] + 0.05
 
 
