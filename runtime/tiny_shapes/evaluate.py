@@ -5,6 +5,7 @@ shift 8 and guidance 5; what came out is read by the pixel check.
 """
 
 import argparse
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,15 +88,16 @@ def autoencoder_psnr(model: Model) -> tuple[float, float]:
     return psnr(picture_batch(random, 32, SIZE)), psnr(clip_batch(random, 4, SIZE))
 
 
-def print_table(title: str, verdicts: list[Verdict]) -> None:
+def table(title: str, verdicts: list[Verdict]) -> str:
     """One line for each failure, then the counts."""
+    lines = []
     for verdict in verdicts:
         if not verdict.right or not verdict.place:
             wrong = [name for name in ("colour", "shape", "background", "place") if not getattr(verdict, name)]
-            print(f"  wrong {', '.join(wrong)}: {verdict.prompt}")
+            lines.append(f"  wrong {', '.join(wrong)}: {verdict.prompt}")
     total = len(verdicts)
     counts = {name: sum(getattr(v, name) for v in verdicts) for name in ("colour", "shape", "background", "place")}
-    print(f"{title}: {sum(v.right for v in verdicts)} of {total} right; {counts}")
+    return "\n".join([*lines, f"{title}: {sum(v.right for v in verdicts)} of {total} right; {counts}\n"])
 
 
 def save_frames(folder: Path, name: str, frames: np.ndarray) -> None:
@@ -114,10 +116,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     model = load_model(options.folder)
-    print("autoencoder: {:.1f} dB on pictures, {:.1f} dB on clips".format(*autoencoder_psnr(model)))
+    sys.stdout.write("autoencoder: {:.1f} dB on pictures, {:.1f} dB on clips\n".format(*autoencoder_psnr(model)))
     for title, prompts, frames in (("pictures", HELD_OUT, 1), ("clips", HELD_OUT_CLIPS, FRAMES)):
         made = generate(model, list(prompts), frames=frames, seed=options.seed)
-        print_table(title, [judge(prompt, one) for prompt, one in zip(prompts, made, strict=True)])
+        sys.stdout.write(table(title, [judge(prompt, one) for prompt, one in zip(prompts, made, strict=True)]))
         if options.pictures:
             save_frames(options.pictures, title, made)
 
