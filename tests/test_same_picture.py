@@ -108,7 +108,7 @@ def trained_model(folder: Path) -> Model:
     export_comfy_transformer(path)
     settings = ModelSettings(model="tiny-shapes", dtype="fp32")
     pipeline = load(settings)
-    prompts = ("a red circle on a blue background", "")
+    prompts = ("a red circle on a white background", "")
     return Model(
         path, settings, pipeline, *(pipeline.encode_text(p, progress=ignore_progress).embedding for p in prompts)
     )
