@@ -14,6 +14,7 @@ from .families.spec import FamilySpec
 from .inspection import ModelFacts
 from .linear import LocalPart, local_part
 from .progress import ReportProgress
+from .timesteps import TimestepWaves
 
 STAGE = "loading"
 REPORTS = 50
@@ -38,6 +39,9 @@ def build_transformer(facts: ModelFacts) -> tuple[nn.Module, Shapes]:
         arguments = {argument: model.config[key] for argument, key in table.arguments}
         module = model.get_submodule(table.module)
         model.set_submodule(table.module, type(module)(**arguments))
+    if family.timestep_waves:
+        name, width = family.timestep_waves
+        model.set_submodule(name, TimestepWaves(model.config[width]))
     return model.eval().requires_grad_(False), {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 

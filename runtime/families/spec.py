@@ -101,9 +101,10 @@ class FamilySpec:
     `config_from` works out the configuration of the class from the shapes (diffusers' names), and `unsupported_config`
     names what a configuration is when it is a relative that is not run. `heads`, `head_dim`, `layers` and `text_width`
     are keys of the configuration. `self_attention` is a pattern of the modules whose attention runs over the split
-    tokens; `tensor` says how the weights are cut. `inputs` says which argument of the model is which field of a conditioning, or which of the positions
-    that are worked out (`image_ids`, `text_ids`). `prediction` "velocity": denoised = x - sigma * output, and the model is
-    told sigma * `timestep_scale`. `sigma_table` is how many noise levels ComfyUI keeps for it. `packed`: the model takes
+    tokens; `tensor` says how the weights are cut. `inputs` says which argument of the model is which field of a
+    conditioning, or which of the positions that are worked out (`image_ids`, `text_ids`). `prediction` "velocity": denoised = x - sigma * output, and the model is
+    told sigma * `timestep_scale`, through the waves of the module `timestep_waves` (its name, and the key of the
+    configuration that says how many there are), or as diffusers does it where that is empty. `sigma_table` is how many noise levels ComfyUI keeps for it. `packed`: the model takes
     patches of the latent as tokens, `(B, tokens, C * patch)`. `pooled_width`, where it reads a pooled prompt, is a key of
     the configuration. `text_encoders` says, where the model's own cannot be used yet, what they are and the way out.
     """
@@ -135,6 +136,7 @@ class FamilySpec:
     text_length: int
     tiny: Mapping[str, Any]
     pooled_width: str = ""
+    timestep_waves: tuple[str, str] | tuple[()] = ()
     packed: bool = False
     timestep_scale: float = 1000.0
     sigma_table: int = 1000

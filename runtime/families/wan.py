@@ -174,6 +174,7 @@ WAN = FamilySpec(
     patch=PATCH,
     inputs=(("encoder_hidden_states", "embedding"),),
     keep_float32=("time_embedder", "scale_shift_table", "norm2"),
+    timestep_waves=("condition_embedder.timesteps_proj", "freq_dim"),
     rebuilt=(
         Rebuilt(
             "rope",
