@@ -76,8 +76,7 @@ def test_a_bad_value_is_refused_when_it_is_queued(comfyui: ComfyUI, inputs: dict
     [
         ({"MODEL": {"dtype": "int3"}}, "choose one of"),
         ({"PLAN": {"devices": "cpu:3", "ulysses": 3}}, "heads"),
-        ({"PLAN": {"devices": "cpu:2", "ulysses": 1, "ring": 2}}, "ring"),
-        ({"PLAN": {"devices": "cpu:2", "ulysses": 1, "tensor": 2}}, "tensor"),
+        ({"PLAN": {"devices": "cpu:3", "ulysses": 1, "tensor": 3}}, "heads"),
         ({"PLAN": {"devices": "cuda:0,1", "ulysses": 2}}, "cuda"),
         ({"MODEL": {"text_encoder": "none.safetensors"}}, "text_encoder 'none.safetensors' is not in"),
     ],
