@@ -98,6 +98,8 @@ def to_latent(value: Any, what: str) -> torch.Tensor:
         raise ValueError(f"{what}: use a latent of pictures alone; this one holds several tensors (video with sound)")
     if latent.ndim not in (4, 5):
         raise ValueError(f"{what}: use a latent of pictures or video; this one has the shape {tuple(latent.shape)}")
+    if 0 in (*latent.shape[:2], *latent.shape[-2:]):
+        raise ValueError(f"{what}: use a latent with something in it; this one has the shape {tuple(latent.shape)}")
     return _to_send(latent, what)
 
 
@@ -106,6 +108,8 @@ def noise_mask(value: dict[str, Any], what: str) -> torch.Tensor | None:
     mask = value.get("noise_mask")
     if mask is not None and not isinstance(mask, torch.Tensor):
         raise ValueError(f"{what}: set the noise mask again: this latent carries a {type(mask).__name__} for one")
+    if mask is not None and not mask.numel():
+        raise ValueError(f"{what}: set the noise mask again: this one has the shape {tuple(mask.shape)}")
     return _to_send(mask, what)
 
 

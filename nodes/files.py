@@ -7,6 +7,7 @@ brackets, and the bare name is refused: what a workflow means must not depend on
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,10 +66,12 @@ def find_all(model: str, *, text_encoder: str, text_encoder_2: str, vae: str) ->
 
 
 def stamp(paths: dict[str, str]) -> str:
-    """Changes when a file, or a file of a folder, changes: count, size and time of the last change."""
+    """Changes when a file, or a file of a folder, changes: path, size and time of change of each."""
     files = [file for path in paths.values() if os.path.isabs(path) for file in _files_of(Path(path))]
-    stats = [file.stat() for file in files]
-    return f"{len(files)}-{sum(s.st_size for s in stats)}-{max((s.st_mtime_ns for s in stats), default=0)}"
+    stats = sorted(
+        (os.fsencode(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]
+    )
+    return hashlib.sha256(repr(stats).encode()).hexdigest()
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -33,5 +33,7 @@ def _sentence(detail: dict[str, Any]) -> str:
             return f"{name} is {value}: set it to {context['ge']} or more"
         case "string_too_long":
             return f"{name} has {len(value)} characters: shorten it to {context['max_length']} or less"
+        case "string_unicode":
+            return f"{name} has a character that is half of a pair: delete it and type it again"
         case _:
             return f"{name} is {reprlib.repr(value)}: {detail['msg'][:1].lower()}{detail['msg'][1:]}"

@@ -256,7 +256,11 @@ def check_endpoint(endpoint: str) -> None:
     kind, _, address = endpoint.partition("://")
     if kind == "ipc" and address:
         _check_ipc(Path(address))
-    elif kind != "tcp" or ":" not in address:
+    elif (
+        kind != "tcp"
+        or not re.fullmatch(r".+:(\*|[0-9]{1,5})", address)
+        or int(address.rpartition(":")[2].replace("*", "0")) > 65535
+    ):
         raise Refused(f"endpoint {endpoint!r} is neither ipc:///path/of/socket nor tcp://127.0.0.1:PORT")
     elif address.rpartition(":")[0] not in LOOPBACK:
         raise Refused(
@@ -266,6 +270,8 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def _check_ipc(path: Path) -> None:
+    if str(path).startswith("@"):
+        raise Refused(f"ipc://{path} is an abstract socket, which any user can reach: use a path")
     if len(os.fsencode(path)) > MAX_IPC_PATH:
         raise Refused(f"the socket path {path} is over {MAX_IPC_PATH} bytes: choose a shorter one, or a shorter TMPDIR")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):

@@ -42,6 +42,9 @@ STOP_SECONDS = 20.0
 
 KILL_HINT = ", as the system does when memory runs out"
 
+CANCELLED_SECONDS = 300.0
+"""How long ranks may take to the next boundary after a cancel. Then they hang, and are replaced."""
+
 log = logging.getLogger("outrigger")
 
 
@@ -111,6 +114,7 @@ class Executor:
             return
         if not job.sent:
             return self._end(Stopped(job=name))
+        job.deadline = job.deadline or time.monotonic() + CANCELLED_SECONDS
         self._to_ranks(encode(Cancel(job=name))[0])
 
     def hear(self, identity: bytes, frames: Frames) -> None:
@@ -216,7 +220,8 @@ class Executor:
             case Encoded() | Sampled() | Decoded():
                 job.result = frames
             case Stopped():
-                job.stopped, job.deadline = True, job.deadline or time.monotonic() + STOP_SECONDS
+                latest = time.monotonic() + STOP_SECONDS
+                job.stopped, job.deadline = True, min(job.deadline or latest, latest)
             case Failed():
                 job.failures.append(event)
                 job.deadline = time.monotonic() + GRACE_SECONDS

@@ -80,11 +80,12 @@ class Pipeline:
 
     def encode_text(self, text: str, *, progress: ReportProgress) -> Conditioning | None:
         """The conditioning of a prompt; None on every rank but the first. Raises `Refused` without a text encoder."""
+        folder, tokenizer = self._text_encoder_folders()  # on every rank, so that all refuse alike and stay
         if self._mesh.rank != 0:
             return None
         if self._text_encoder is None:
             progress(LOADING, 0, 1, together=False)
-            self._text_encoder = self._load_text_encoder()
+            self._text_encoder = self._load_text_encoder(folder, tokenizer)
         return self._text_encoder.encode(text, progress=progress)
 
     @torch.inference_mode()
@@ -118,11 +119,13 @@ class Pipeline:
 
     def decode(self, latent: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor | None:
         """`(B * F, H, W, 3)` float32 in 0..1 on the CPU; None on every rank but the first. Raises `Refused` without a VAE."""
+        path = self._vae_path()  # on every rank, so that all refuse alike and stay
+        _check_latent(latent, channels=self._family.latent.channels)
         if self._mesh.rank != 0:
             return None
         if self._decoder is None:
             progress(LOADING, 0, 1, together=False)
-            self._decoder = self._load_decoder()
+            self._decoder = VideoDecoder.load(path, device=self._mesh.device)
         return self._decoder.decode(latent, progress=progress)
 
     def _fitted(self, request: Sample) -> torch.Tensor:
@@ -182,7 +185,8 @@ class Pipeline:
         wanted = request.preview and self._mesh.rank == 0
         return StepReporter(progress, preview_of=self._family.latent if wanted else None)
 
-    def _load_text_encoder(self) -> TextEncoder:
+    def _text_encoder_folders(self) -> tuple[Path, Path]:
+        """Where text encoder and tokenizer are. Raises `Refused` when there are none."""
         if self._family.text_encoders:
             raise Refused(f"{self._family.title} takes {self._family.text_encoders}")
         folder, tokenizer = self._facts.text_encoder, self._facts.tokenizer
@@ -194,18 +198,22 @@ class Pipeline:
                 f"{self._facts.name} comes without a text encoder: use a CLIP Loader (type wan) and CLIP Text Encode, or "
                 f"choose the text_encoder folder of a diffusers model in Load Model"
             )
+        return folder, tokenizer
+
+    def _load_text_encoder(self, folder: Path, tokenizer: Path) -> TextEncoder:
         device = self._mesh.device
         return TextEncoder.load(
             folder, tokenizer, length=self._family.text_length, dtype=AUTO_DTYPE[device.type], device=device
         )
 
-    def _load_decoder(self) -> VideoDecoder:
+    def _vae_path(self) -> Path:
+        """Where the VAE is. Raises `Refused` when there is none."""
         path = self._facts.vae if self._settings.vae == FROM_MODEL else Path(self._settings.vae)
         if path is None:
             raise Refused(
                 f"{self._facts.name} comes without a VAE: use a VAE Loader and VAE Decode, or choose a VAE in Load Model"
             )
-        return VideoDecoder.load(path, device=self._mesh.device)
+        return path
 
 
 class StepReporter:
@@ -251,6 +259,12 @@ def _noise(request: Sample, latent: torch.Tensor) -> torch.Tensor:
     if not request.settings.add_noise:
         return torch.zeros_like(latent)
     return draw_noise(latent.shape, seed=request.settings.seed, batch_index=request.batch_index)
+
+
+def _check_latent(latent: torch.Tensor, *, channels: int) -> None:
+    """Raise `Refused` for a latent that the VAE cannot decode."""
+    if latent.ndim not in (4, 5) or latent.shape[1] != channels:
+        raise Refused(f"the latent has shape {tuple(latent.shape)}, but this VAE decodes {channels} channels")
 
 
 def _dtype(settings: ModelSettings, mesh: Mesh) -> torch.dtype:

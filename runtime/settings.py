@@ -32,7 +32,7 @@ SCHEDULER_NAMES = (
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 QUANT_KINDS = ("none",)
 
-_DEVICES = re.compile(r"auto|cpu:[1-9]\d?|cuda:\d{1,2}(,\d{1,2})*")
+_DEVICES = re.compile(r"auto|cpu:[1-9][0-9]?|cuda:[0-9]{1,2}(,[0-9]{1,2})*")
 
 
 class Settings(BaseModel):

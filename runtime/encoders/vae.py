@@ -21,6 +21,12 @@ STAGE_BLOCKS = 4
 """Entries of one decoder stage in the original list: three residual blocks and an upsampler."""
 
 # The original layout's names -> diffusers', in this order.
+_SIGNATURE = (
+    "decoder.norm_out.gamma",
+    "post_quant_conv.weight",
+    "decoder.up_blocks.0.upsamplers.0.time_conv.weight",
+)
+"""Tensors of every Wan 2.1 VAE, by diffusers' names; the first two say its width and channels."""
 _RENAMES = (
     (r"^conv1\.", "quant_conv."),
     (r"^conv2\.", "post_quant_conv."),
@@ -54,9 +60,6 @@ class VideoDecoder:
     def decode(self, latent: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor:
         """`(B, C, F, H, W)` or `(B, C, H, W)` in the VAE's own space -> `(B * F, H, W, 3)` float32 in 0..1 on the CPU."""
         latent = latent.unsqueeze(2) if latent.ndim == 4 else latent
-        channels = self._model.config.z_dim
-        if latent.ndim != 5 or latent.shape[1] != channels:
-            raise Refused(f"the latent has shape {tuple(latent.shape)}, but this VAE decodes {channels} channels")
         with self._reporting(latent.shape[0] * latent.shape[2], progress):
             videos = [self._decode_one(item) for item in latent.float().split(1)]
         return torch.cat(videos)
@@ -98,12 +101,11 @@ def _from_folder(path: Path) -> AutoencoderKLWan:
 
 def _from_file(path: Path) -> AutoencoderKLWan:
     names = {_renamed(name): name for name in read_header(path)}
-    if "decoder.norm_out.gamma" not in names or "decoder.up_blocks.0.upsamplers.0.time_conv.weight" not in names:
-        raise Refused(
-            f"{path} is no Wan 2.1 VAE (it lacks decoder.head.0.gamma): use a VAE Loader and VAE Decode instead"
-        )
+    for needed in _SIGNATURE:
+        if needed not in names:
+            raise Refused(f"{path} is no Wan 2.1 VAE (it lacks {needed}): use a VAE Loader and VAE Decode instead")
     stored = load_file(path)
-    width, channels = stored["decoder.head.0.gamma"].shape[0], stored["conv2.weight"].shape[0]
+    width, channels = (stored[names[name]].shape[0] for name in _SIGNATURE[:2])
     model = AutoencoderKLWan(base_dim=width, z_dim=channels)
     try:
         model.load_state_dict({name: stored[original].float() for name, original in names.items()})
