@@ -189,7 +189,6 @@ def test_held_out_prompts_get_their_colour_background_and_place(held_out_verdict
 
 
 @needs_weights
-@pytest.mark.xfail(reason="the shipped weights draw 30 of the 40 held-out prompts right and 4 of these 6: train longer")
 def test_held_out_prompts_get_their_shape_too(held_out_verdicts) -> None:
     assert sum(verdict.right for verdict in held_out_verdicts) >= 5, held_out_verdicts
 
