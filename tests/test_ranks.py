@@ -11,7 +11,7 @@ import torch
 from diffusers import FluxPipeline
 
 from runtime.checkpoint import random_tensors
-from runtime.errors import Cancelled
+from runtime.errors import Cancelled, Refused
 from runtime.families.flux import FLUX
 from runtime.families.spec import FamilySpec
 from runtime.families.wan import WAN
@@ -243,10 +243,31 @@ def test_all_ranks_stop_at_the_step_at_which_the_first_is_told_to_and_go_on_afte
 
 def test_only_the_first_rank_encodes_and_decodes():
     def run(mesh: Mesh) -> tuple:
-        pipeline = Pipeline.load(ModelSettings(model="random:wan"), mesh=mesh, progress=ignore_progress)
+        pipeline = Pipeline.load(ModelSettings(model="tiny-shapes"), mesh=mesh, progress=ignore_progress)
         if mesh.rank == 0:
             return None, None
         text = pipeline.encode_text("red", progress=ignore_progress)
         return text, pipeline.decode(torch.zeros(1, 16, 1, 2, 2), progress=ignore_progress)
 
     assert run_as_threads({"ulysses": 2}, run) == [(None, None)] * 2
+
+
+def test_every_rank_refuses_alike_so_that_the_model_stays_loaded():
+    def run(mesh: Mesh) -> list[str]:
+        without = Pipeline.load(ModelSettings(model="random:wan"), mesh=mesh, progress=ignore_progress)
+        whole = Pipeline.load(ModelSettings(model="tiny-shapes"), mesh=mesh, progress=ignore_progress)
+        wrong = (
+            lambda: without.encode_text("red", progress=ignore_progress),
+            lambda: without.decode(torch.zeros(1, 16, 1, 2, 2), progress=ignore_progress),
+            lambda: whole.decode(torch.zeros(1, 4, 2, 2), progress=ignore_progress),
+        )
+        return [_refusal(call) for call in wrong]
+
+    first, second = run_as_threads({"ulysses": 2}, run)
+    assert first == second and all(first)
+
+
+def _refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(Refused) as refusal:
+        call()
+    return str(refusal.value)
