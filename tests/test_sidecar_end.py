@@ -19,9 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="these are the ways in which a POSIX process ends")
 
 HOST = """
-import json, os, sys, time
+import json, os, signal, sys, time
 from tests.sidecars import FAKE_SERVER, Sidecar, folders_of, never, rank_pids, run, sample
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job of a shell's background inherits that it is ignored
 sidecar = Sidecar.start(log=lambda line: None, command=FAKE_SERVER)
 run(sidecar, sample(ranks=2, shape=(1, 16, 512, 512)))
 print(json.dumps([sidecar.status().pid, *rank_pids(sidecar)]), flush=True)
