@@ -1,9 +1,11 @@
 """The server, with ranks that pretend and a plan that takes `devices` at its word."""
 
 import logging
+import os
 import sys
 from pathlib import Path
 
+from runtime import executor
 from runtime.plan import Plan
 from runtime.server import Server, run_server
 
@@ -14,6 +16,7 @@ def plan_for(model):
 
 
 if __name__ == "__main__":
+    executor.CANCELLED_SECONDS = float(os.environ.get("FAKE_CANCELLED_SECONDS", executor.CANCELLED_SECONDS))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     worker = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
     endpoint = sys.argv[1] if len(sys.argv) > 1 else ""

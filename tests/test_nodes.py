@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -254,6 +255,17 @@ def test_a_file_replaced_in_place_is_another_model(pack, folders, changed):
     (folders / changed).write_bytes(b"other")
     assert node.fingerprint_inputs(**widgets, dtype="auto") != before
     assert node.execute(**widgets) != settings
+
+
+def test_a_file_replaced_by_an_older_one_of_the_same_size_is_another_model(pack, folders):
+    widgets = {"model": "sub/other.safetensors", "vae": "wan.safetensors"}
+    paths = pack.files.find_all(**widgets, text_encoder="from model", text_encoder_2="from model")
+    model, vae = Path(paths["model"]), Path(paths["vae"])
+    os.utime(model, (1000, 1000))
+    os.utime(vae, (5000, 5000))
+    before = pack.files.stamp(paths)
+    os.utime(model, (2000, 2000))
+    assert pack.files.stamp(paths) != before
 
 
 # Widgets

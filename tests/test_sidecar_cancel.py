@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
@@ -59,6 +61,25 @@ def test_cancel_takes_one_step_and_keeps_the_weights(sidecar, ranks):
     after = run(sidecar, sample(f"fake?step={STEP_SECONDS}", ranks=ranks, steps=1))
     assert not steps_of(after, "loading") and rank_pids(sidecar) == before
     assert torch.isfinite(after[-1].latent).all()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process cannot be stopped here")
+def test_a_rank_that_hangs_after_cancel_is_replaced(monkeypatch):
+    monkeypatch.setenv("FAKE_CANCELLED_SECONDS", "1")
+    with fake_sidecar() as sidecar:
+        run(sidecar, sample(ranks=2))
+        before = rank_pids(sidecar)
+        job = sidecar.call(sample(ranks=2, steps=1000), interrupted=lambda: stopped)
+        stopped = False
+        for event in job:
+            if getattr(event, "stage", "") == "sampling" and event.step >= 2:
+                os.kill(before[1], signal.SIGSTOP)
+                stopped = True
+                break
+        with pytest.raises(Cancelled):
+            list(job)
+        run(sidecar, sample(ranks=2))
+        assert not set(before) & set(rank_pids(sidecar))
 
 
 def test_cancel_while_loading(sidecar):

@@ -121,6 +121,8 @@ def test_with_the_guard_it_ends_with_its_standard_input():
     ("arguments", "said"),
     [
         (["--endpoint", "tcp://0.0.0.0:5555"], "no authentication"),
+        (["--endpoint", "tcp://127.0.0.1:99999"], "is neither"),
+        (["--endpoint", "ipc://@abstract"], "abstract socket"),
         (["--endpoint", "ipc:///nowhere/socket"], "/nowhere"),
         (["--endpoint", "ipc:///proc/socket"], "/proc"),
         (["--endpont", "ipc:///tmp/x"], "did you mean --endpoint?"),
