@@ -27,12 +27,7 @@ class OutriggerSampler(io.ComfyNode):
             inputs=[
                 Model.Input("model", tooltip="From Outrigger Load Model."),
                 *noise_and_steps("seed"),
-                io.Conditioning.Input("positive", tooltip="What the picture should show."),
-                io.Conditioning.Input(
-                    "negative",
-                    optional=True,
-                    tooltip="What the picture should not show. Unconnected: the empty prompt, where cfg asks for one.",
-                ),
+                *prompt_sockets(),
                 io.Latent.Input(
                     "latent_image", tooltip="The latent to denoise; an empty one for text to image or video."
                 ),
@@ -107,6 +102,18 @@ def sampled(
         **given,
     )
     return convert.from_latent(latent, latent_image)
+
+
+def prompt_sockets() -> list[io.Input]:
+    """What the picture should show, and what not."""
+    return [
+        io.Conditioning.Input("positive", tooltip="What the picture should show."),
+        io.Conditioning.Input(
+            "negative",
+            optional=True,
+            tooltip="What the picture should not show. Unconnected: the empty prompt, where cfg asks for one.",
+        ),
+    ]
 
 
 def noise_and_steps(seed: str) -> list[io.Input]:

@@ -9,7 +9,7 @@ from comfy_api.latest import io
 from .display import NodeDisplay
 from .io_types import CATEGORY, Model, searchable
 from .parts import SAMPLER_NAMES, SCHEDULER_NAMES, convert, settings
-from .sampler import noise_and_steps, sampled, shift_widget
+from .sampler import noise_and_steps, prompt_sockets, sampled, shift_widget
 from .sentences import in_our_words
 
 SWITCH = {"enable": True, "disable": False}
@@ -35,12 +35,7 @@ class OutriggerSamplerAdvanced(io.ComfyNode):
                     "add_noise", "enable", "disable starts from the latent as it is, with the noise left over in it."
                 ),
                 *noise_and_steps("noise_seed"),
-                io.Conditioning.Input("positive", tooltip="What the picture should show."),
-                io.Conditioning.Input(
-                    "negative",
-                    optional=True,
-                    tooltip="What the picture should not show. Unconnected: the empty prompt, where cfg asks for one.",
-                ),
+                *prompt_sockets(),
                 io.Latent.Input("latent_image", tooltip="The latent to denoise, or one with noise left over."),
                 _step("start_at_step", 0, "The first step to run. Those before it are left out."),
                 _step("end_at_step", LAST_STEP, "Where to stop. A number over steps runs them to the end."),
