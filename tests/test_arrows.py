@@ -33,7 +33,7 @@ NODES_MAY_IMPORT = {"runtime", "runtime.settings", "runtime.protocol", "runtime.
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
 FORBIDDEN_CALLS = {"eval", "exec"}
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "folder_paths", "nodes", "server", "execution"}
-WITHOUT_TORCH = (*CONTROL, "launch", "client", "executor", "ranks", "server", "__main__", *FACTS)
+WITHOUT_TORCH = (*CONTROL, "launch", "client", "executor", "ranks", "server", "commands", "__main__", *FACTS)
 
 
 def module_of(path):

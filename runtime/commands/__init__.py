@@ -1,0 +1,13 @@
+"""The commands of `python -m runtime`. A new one is a module and a line here.
+
+Each module has a first line that says what the command does, `add_arguments(parser)`, and `run(chosen) -> exit status`.
+None imports torch before it runs.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from . import bench, serve
+
+COMMANDS: dict[str, ModuleType] = {"serve": serve, "bench": bench}
