@@ -9,6 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .timers import patient_threads
+
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -66,13 +68,14 @@ class Mesh:
             torch.cuda.set_device(device)
         if world == 1:
             return cls(degrees, rank=0, device=device)
-        dist.init_process_group(
-            BACKENDS[device.type],
-            rank=rank,
-            world_size=world,
-            init_method=init_method,
-            timeout=timedelta(seconds=timeout),
-        )
+        with patient_threads():
+            dist.init_process_group(
+                BACKENDS[device.type],
+                rank=rank,
+                world_size=world,
+                init_method=init_method,
+                timeout=timedelta(seconds=timeout),
+            )
         return cls.of_world(degrees, device=device)
 
     def degree(self, axis: str) -> int:
@@ -114,7 +117,7 @@ def _place(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 def _own_group(axes: tuple[str, ...], degrees: Mapping[str, int]) -> dist.ProcessGroup:
     """Form every group along some axes (all ranks must, in the same order) and give back this rank's.
 
-    A group of all ranks is the world itself: each group of gloo wakes a hundred times a second for as long as it lives.
+    A group of all ranks is the world itself: each group of gloo has a thread for as long as it lives.
     """
     if math.prod(degrees[axis] for axis in axes) == dist.get_world_size():
         return dist.group.WORLD
@@ -123,5 +126,6 @@ def _own_group(axes: tuple[str, ...], degrees: Mapping[str, int]) -> dist.Proces
     for rank in range(math.prod(sizes)):
         placed = zip(degrees, _place(rank, sizes), strict=True)
         members.setdefault(tuple(place for axis, place in placed if axis not in axes), []).append(rank)
-    groups = [(ranks, dist.new_group(ranks)) for ranks in members.values()]
+    with patient_threads():
+        groups = [(ranks, dist.new_group(ranks)) for ranks in members.values()]
     return next(group for ranks, group in groups if dist.get_rank() in ranks)
