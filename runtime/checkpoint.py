@@ -13,7 +13,9 @@ from .errors import Refused
 from .families.spec import FamilySpec
 from .inspection import ModelFacts
 from .linear import LocalPart, local_part
+from .parallel.shares import WHOLE
 from .progress import ReportProgress
+from .stored import Stored
 from .timesteps import TimestepWaves
 
 STAGE = "loading"
@@ -42,7 +44,17 @@ def build_transformer(facts: ModelFacts) -> tuple[nn.Module, Shapes]:
     if family.timestep_waves:
         name, width = family.timestep_waves
         model.set_submodule(name, TimestepWaves(model.config[width]))
-    return model.eval().requires_grad_(False), {name: tensor.shape for name, tensor in model.state_dict().items()}
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    return model.eval().requires_grad_(False), _as_stored(shapes, facts.stored)
+
+
+def _as_stored(shapes: Shapes, stored: Mapping[str, Stored]) -> Shapes:
+    """The shapes with the tensors of those Linears that a file stores in another way than as a weight."""
+    packed = {name: linear for name, linear in stored.items() if linear.shapes}
+    plain = {name: shape for name, shape in shapes.items() if name.rpartition(".")[0] not in packed}
+    return plain | {
+        f"{name}.{leaf}": torch.Size(shape) for name, linear in packed.items() for leaf, shape in linear.shapes.items()
+    }
 
 
 def fill_transformer(
@@ -69,7 +81,7 @@ def fill_transformer(
     for count, (name, tensor) in enumerate(tensors, start=1):
         if tensor is not None:
             wanted = torch.float32 if _stays_float32(facts.spec, name) else dtype
-            _place(model, name, tensor.to(device=device, dtype=wanted))
+            local_part(model, name).place(tensor.to(device=device, dtype=wanted if _is_number(tensor) else None))
         if count % stride == 0 or count == len(shapes):
             progress(STAGE, count, len(shapes))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -111,7 +123,7 @@ def _stored(model: nn.Module, shapes: Shapes, facts: ModelFacts) -> Iterator[tup
 def _read(file: safe_open, stored: str, part: LocalPart | None) -> torch.Tensor | None:
     if part is None:
         return None
-    return part.cut.take(file.get_slice(stored)) if part.cut.spans else file.get_tensor(stored)
+    return file.get_tensor(stored) if part.cut == WHOLE else part.cut.take(file.get_slice(stored))
 
 
 def _random_parts(model: nn.Module, shapes: Shapes) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -131,9 +143,9 @@ def random_tensors(shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, drawn * 0.1 + ("norm" in name and name.endswith("weight"))
 
 
-def _place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    part = local_part(model, name)
-    part.module.load_state_dict({part.leaf: tensor}, strict=False, assign=True)
+def _is_number(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of plain numbers, not of codes that another tensor scales."""
+    return tensor.is_floating_point() and tensor.element_size() > 1
 
 
 def _stays_float32(family: FamilySpec, name: str) -> bool:

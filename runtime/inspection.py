@@ -16,6 +16,7 @@ from .families import FAMILIES
 from .families.spec import FamilySpec
 from .safetensors_header import TensorEntry, read_header
 from .settings import TINY_SHAPES
+from .stored import Stored
 from .tiny_shapes import MODEL_FOLDER
 
 RANDOM = "random:"
@@ -37,7 +38,8 @@ class Source:
 @dataclass(frozen=True)
 class ModelFacts:
     """What a model is and where its parts are. `sources` is empty for a model with random weights; `elements` is how many
-    numbers the transformer's weights are, 0 where that was not read.
+    numbers the transformer's weights are, 0 where that was not read. `stored` names the Linears that are not held as a
+    plain weight.
     """
 
     name: str
@@ -48,6 +50,7 @@ class ModelFacts:
     config: Mapping[str, Any] = field(repr=False)
     elements: int = 0
     sources: tuple[Source, ...] = field(default=(), repr=False)
+    stored: Mapping[str, Stored] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     text_encoder: Path | None = None
     tokenizer: Path | None = None
     vae: Path | None = None

@@ -7,6 +7,8 @@ plain local tensors.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,7 +18,10 @@ from torch import nn
 from .families.spec import LinearShard, TensorSplit
 from .parallel.shares import WHOLE, Cut, even_lengths
 from .parallel.tensor import add_up, gather_features, mean_square
-from .quant.plain import PlainCore
+from .quant import CORES, Core
+from .stored import Stored
+
+WHOLE_LINEAR = LinearShard(pattern="", mode="whole")
 
 
 class LocalPart(NamedTuple):
@@ -25,6 +30,13 @@ class LocalPart(NamedTuple):
     module: nn.Module
     leaf: str
     cut: Cut
+
+    def place(self, tensor: torch.Tensor) -> None:
+        """Put that much of it there."""
+        if isinstance(self.module, Core):
+            self.module.place(self.leaf, tensor)
+        else:
+            self.module.load_state_dict({self.leaf: tensor}, strict=False, assign=True)
 
 
 class ParallelLinear(nn.Module):
@@ -42,14 +54,17 @@ class ParallelLinear(nn.Module):
         mode: Literal["whole", "column", "row", "gather"] = "whole",
         blocks: tuple[int, ...] = (1,),
         group: dist.ProcessGroup | None = None,
+        stored: Stored | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.mode, self._group = mode, group
-        self._cut = WHOLE if mode == "whole" else self._share(blocks)
-        self.core = PlainCore(self._cut.take(linear.weight))
+        cut = WHOLE if mode == "whole" else self._share(blocks)
+        stored = stored or Stored()
+        self.core = CORES[stored.kind](linear, cut, stored)
         has_bias = linear.bias is not None and not (mode == "row" and dist.get_rank(group))
-        self.bias = nn.Parameter(self._bias_cut.take(linear.bias), requires_grad=False) if has_bias else None
+        bias_cut = cut if mode in ("column", "gather") else WHOLE
+        self.bias = nn.Parameter(bias_cut.take(linear.bias), requires_grad=False) if has_bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., in)` -> `(..., out)`, either one local as the mode says."""
@@ -62,14 +77,10 @@ class ParallelLinear(nn.Module):
         return output
 
     def local_part(self, leaf: str) -> LocalPart | None:
-        """Where the tensor that a Linear calls `leaf` goes; None when this rank does without it."""
+        """Where the tensor that a file calls `leaf` goes; None when this rank does without it."""
         if leaf == "bias":
-            return None if self.bias is None else LocalPart(self, leaf, self._bias_cut)
-        return LocalPart(self.core, leaf, self._cut)
-
-    @property
-    def _bias_cut(self) -> Cut:
-        return self._cut if self.mode in ("column", "gather") else WHOLE
+            return None if self.bias is None else LocalPart(self, leaf, self.core.part(leaf))
+        return LocalPart(self.core, leaf, self.core.part(leaf))
 
     def _share(self, blocks: tuple[int, ...]) -> Cut:
         if self.mode == "gather" and len(blocks) > 1:
@@ -110,27 +121,42 @@ def local_part(model: nn.Module, name: str) -> LocalPart | None:
     return LocalPart(module, leaf, WHOLE)
 
 
-def cut_weights(model: nn.Module, split: TensorSplit, *, group: dist.ProcessGroup) -> None:
-    """Put layers that hold this rank's part in the place of those that the family names. The model has no weights yet.
+def swap_linears(
+    model: nn.Module,
+    split: TensorSplit,
+    *,
+    group: dist.ProcessGroup | None,
+    stored: Mapping[str, Stored] = MappingProxyType({}),
+) -> None:
+    """Put our layers in the place of those that hold a part of their weights, as the family says, or hold them in another
+    way than a plain one (`stored`, by name). The model has no weights yet.
 
     Raises `RuntimeError` when a pattern fits no module, `ValueError` when the heads cannot be dealt out.
     """
-    for shard in split.linears:
-        for name in _fitting(model, shard.pattern):
-            model.set_submodule(name, _cut_linear(model.get_submodule(name), shard, group))
+    shards = (
+        {} if group is None else {name: shard for shard in split.linears for name in _fitting(model, shard.pattern)}
+    )
+    for name in dict.fromkeys((*shards, *stored)):
+        shard = shards.get(name, WHOLE_LINEAR)
+        layer = ParallelLinear(
+            model.get_submodule(name), mode=shard.mode, blocks=shard.blocks, group=group, stored=stored.get(name)
+        )
+        model.set_submodule(name, layer)
+    if group is not None:
+        _cut_attentions(model, split, group)
+
+
+def _cut_attentions(model: nn.Module, split: TensorSplit, group: dist.ProcessGroup) -> None:
+    """Norms over a cut width, and attentions with the heads of this rank."""
     if split.norms:
         for name in _fitting(model, split.norms):
             model.set_submodule(name, ParallelRMSNorm(model.get_submodule(name), group=group))
     degree = dist.get_world_size(group)
-    for name in _fitting(model, split.attentions):
+    for name in _fitting(model, split.attentions) if split.attentions else ():
         attention = model.get_submodule(name)
         if attention.heads % degree:
             raise ValueError(f"{attention.heads} heads of {name} cannot be dealt to {degree} ranks")
         attention.heads //= degree
-
-
-def _cut_linear(linear: nn.Module, shard: LinearShard, group: dist.ProcessGroup) -> ParallelLinear:
-    return ParallelLinear(linear, mode=shard.mode, blocks=shard.blocks, group=group)
 
 
 def _fitting(model: nn.Module, pattern: str) -> list[str]:

@@ -15,7 +15,7 @@ from .errors import Refused
 from .families.spec import LatentFormat
 from .guidance import Denoiser, Entry
 from .inspection import ModelFacts, inspect_model
-from .linear import cut_weights
+from .linear import swap_linears
 from .mesh import Mesh
 from .prediction import Predictor
 from .previews import preview_image
@@ -69,8 +69,7 @@ class Pipeline:
         facts = inspect_model(settings.model)
         _check_parts(settings)
         transformer, shapes = build_transformer(facts)
-        if mesh.group("tensor") is not None:
-            cut_weights(transformer, facts.spec.tensor, group=mesh.group("tensor"))
+        swap_linears(transformer, facts.spec.tensor, group=mesh.group("tensor"), stored=facts.stored)
         dtype = _dtype(settings, mesh)
         fill_transformer(transformer, facts, shapes=shapes, dtype=dtype, device=mesh.device, progress=progress)
         sequence = Sequence(mesh, heads=facts.heads // mesh.degree("tensor"))

@@ -21,7 +21,7 @@ from runtime.checkpoint import build_transformer, fill_transformer, random_tenso
 from runtime.families.spec import TokenPlace
 from runtime.families.wan import TINY, WAN
 from runtime.inspection import inspect_model
-from runtime.linear import ParallelLinear, ParallelRMSNorm, cut_weights
+from runtime.linear import ParallelLinear, ParallelRMSNorm, swap_linears
 from runtime.mesh import Mesh
 from runtime.parallel import collectives, ring, ulysses
 from runtime.parallel.attention import attention_with_lse, merge
@@ -193,7 +193,7 @@ def test_heads_that_cannot_be_dealt_out_are_an_error():
     def run(mesh: Mesh) -> None:
         model, _ = build_transformer(inspect_model("random:wan"))
         with pytest.raises(ValueError, match="4 heads"):
-            cut_weights(model, WAN.tensor, group=mesh.group("tensor"))
+            swap_linears(model, WAN.tensor, group=mesh.group("tensor"))
 
     run_as_threads({"tensor": 3}, run)
 
@@ -243,7 +243,7 @@ def test_each_rank_reads_and_holds_its_own_part_of_the_weights(folder, monkeypat
 
     def run(mesh: Mesh) -> int:
         model, shapes = build_transformer(facts)
-        cut_weights(model, WAN.tensor, group=mesh.group("tensor"))
+        swap_linears(model, WAN.tensor, group=mesh.group("tensor"))
         options = {"dtype": torch.float32, "device": torch.device("cpu"), "progress": ignore_progress}
         fill_transformer(model, facts, shapes=shapes, **options)
         return sum(parameter.nbytes for parameter in model.parameters())

@@ -16,7 +16,7 @@ from runtime.diffusers_seam import route_attention
 from runtime.families import FAMILIES
 from runtime.guidance import Denoiser, Entry
 from runtime.inspection import inspect_model
-from runtime.linear import cut_weights, local_part
+from runtime.linear import local_part, swap_linears
 from runtime.mesh import Mesh
 from runtime.parallel.attention import attention
 from runtime.parallel.shares import even_lengths
@@ -131,7 +131,7 @@ def test_a_split_model_equals_the_bare_class(family):
 
     def run(mesh: Mesh) -> None:
         model, _ = build_transformer(inspect_model(f"random:{family.name}"))
-        cut_weights(model, family.tensor, group=mesh.group("tensor"))
+        swap_linears(model, family.tensor, group=mesh.group("tensor"))
         for name, tensor in weights.items():
             part = local_part(model, name)
             if part is not None:

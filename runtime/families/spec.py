@@ -67,7 +67,7 @@ class LinearShard:
     """
 
     pattern: str
-    mode: Literal["column", "row", "gather"]
+    mode: Literal["column", "row", "gather", "whole"]
     blocks: tuple[int, ...] = (1,)
 
 

@@ -6,13 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..parallel.shares import Cut
+from ..stored import Stored
+from .core import Core
 
-class PlainCore(nn.Module):
+
+class PlainCore(Core):
     """The matrix of a Linear, or the part of it that a rank holds: `(out, in)`."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
+    def __init__(self, linear: nn.Linear, cut: Cut, stored: Stored) -> None:
+        super().__init__(linear, cut, stored)
+        self.weight = nn.Parameter(cut.take(linear.weight), requires_grad=False)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`(..., in)` -> `(..., out)`."""

@@ -1,0 +1,33 @@
+"""What every core of a `ParallelLinear` is."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..parallel.shares import WHOLE, Cut
+from ..stored import Stored
+
+
+class Core(nn.Module):
+    """One rank's part of a Linear, as a kind of file stores it.
+
+    `cut` is the part of the weight `(out, in)`; `stored` says which tensors a file has for the whole of it. A kind
+    answers for each of them how much this rank keeps (`part`), and takes them one by one (`place`).
+    """
+
+    def __init__(self, linear: nn.Linear, cut: Cut, stored: Stored) -> None:
+        super().__init__()
+        self.cut, self.stored = cut, stored
+
+    def part(self, leaf: str) -> Cut:
+        """How much of a stored tensor this rank keeps. Of the bias, which `ParallelLinear` holds, as much as of the output."""
+        return self.cut if leaf != "bias" or self.cut.dim == 0 else WHOLE
+
+    def place(self, leaf: str, tensor: torch.Tensor) -> None:
+        """Take this rank's part of a stored tensor."""
+        self.load_state_dict({leaf: tensor}, strict=False, assign=True)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`(..., in)` -> `(..., out)`, either one of this rank's part."""
+        raise NotImplementedError

@@ -1,0 +1,18 @@
+"""How the weight of a Linear lies in a file: plain data, read without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+PLAIN = "none"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The `kind` of core that holds it, and the full shape of each of its tensors, by what a file calls them behind the
+    name of the Linear (`weight`, `bias`, `weight_scale` ...).
+    """
+
+    kind: str = PLAIN
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
