@@ -38,7 +38,7 @@ class OutriggerParallelism(io.ComfyNode):
                 ),
                 _degree(
                     "ulysses",
-                    "Sequence parallel: each rank computes some attention heads. ulysses x tensor must divide the heads.",
+                    "Sequence parallel: each rank computes some attention heads. At most as many ranks as heads.",
                 ),
                 _degree("ring", "Sequence parallel: keys and values go round the ranks. Any number of ranks."),
                 _degree(

@@ -59,15 +59,16 @@ class Needs:
             )
         sharing = {axis: degrees[axis] for axis in ("ulysses", "tensor") if degrees.get(axis, 1) > 1}
         ranks = math.prod(sharing.values())
-        if heads % ranks:
+        if heads < ranks:
             formula = " x ".join(f"{axis} {degree}" for axis, degree in sharing.items())
             product = f" = {ranks}" if len(sharing) > 1 else ""
-            return f"{formula}{product} does not divide the {heads} attention heads of {name}: {ranks} ranks for {heads} heads"
+            return f"{formula}{product} is more than the {heads} attention heads of {name}: {ranks} ranks for {heads} heads"
         return ""
 
     def bytes_per_rank(self, tensor: int) -> int:
-        """About what the weights of one rank take."""
-        return self.facts.elements * DTYPE_BYTES[self.dtype] // tensor
+        """About what the weights of the rank with the most heads take."""
+        heads = self.facts.heads
+        return self.facts.elements * DTYPE_BYTES[self.dtype] * -(-heads // tensor) // heads
 
     def fits(self, tensor: int, share: float = WEIGHTS_SHARE) -> bool:
         """Whether the weights leave enough of the memory free, as far as that is known."""
@@ -76,12 +77,15 @@ class Needs:
     def choices(self, count: int, fixed: Mapping[str, int]) -> list[Degrees]:
         """The legal degrees for `count` ranks with some degrees given; the best one first.
 
-        Guidance needs the least exchange, so it comes first, then Ulysses, then the ring; weights are cut where they do
-        not fit otherwise, and replicas come last: they are of use for a batch only.
+        Guidance needs the least exchange, so it comes first, then Ulysses where the ranks have equally many heads, then
+        the ring; weights are cut where they do not fit otherwise, and replicas come last: they are of use for a batch
+        only.
         """
 
         def cost(degrees: Degrees) -> tuple:
-            return not self.fits(degrees.tensor), degrees.data, degrees.tensor, -degrees.cfg, -degrees.ulysses
+            uneven = self.facts.heads % (degrees.ulysses * degrees.tensor) > 0
+            weights = not self.fits(degrees.tensor), degrees.data, degrees.tensor
+            return *weights, -degrees.cfg, uneven, -degrees.ulysses
 
         found = (Degrees(*sizes) for sizes in _factored(count, [fixed.get(axis, 0) for axis in vars(Degrees())]))
         return sorted((degrees for degrees in found if not self.problem(vars(degrees))), key=cost)

@@ -44,7 +44,8 @@ class ParallelLinear(nn.Module):
     the whole.
 
     mode "whole": no exchange. "column": full input, local output. "row": local input, full output; one sum over the
-    group, in which the first rank's part carries the bias. "gather": a column whose output is put together.
+    group, in which the first rank's part carries the bias. "gather": a column whose output is put together. Columns and
+    rows are dealt in grains of so many features, the size of a head.
     """
 
     def __init__(
@@ -53,13 +54,14 @@ class ParallelLinear(nn.Module):
         *,
         mode: Literal["whole", "column", "row", "gather"] = "whole",
         blocks: tuple[int, ...] = (1,),
+        grain: int = 1,
         group: dist.ProcessGroup | None = None,
         stored: Stored | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.mode, self._group = mode, group
-        cut = WHOLE if mode == "whole" else self._share(blocks)
+        cut = WHOLE if mode == "whole" else self._share(blocks, grain)
         stored = stored or Stored()
         self.core = CORES[stored.kind](linear, cut, stored)
         has_bias = linear.bias is not None and not (mode == "row" and dist.get_rank(group))
@@ -82,24 +84,24 @@ class ParallelLinear(nn.Module):
             return None if self.bias is None else LocalPart(self, leaf, self.core.part(leaf))
         return LocalPart(self.core, leaf, self.core.part(leaf))
 
-    def _share(self, blocks: tuple[int, ...]) -> Cut:
-        if self.mode == "gather" and len(blocks) > 1:
-            raise ValueError("a gathered output is put together as one block")
+    def _share(self, blocks: tuple[int, ...], grain: int) -> Cut:
+        if self.mode == "gather" and (len(blocks) > 1 or grain > 1):
+            raise ValueError("a gathered output is put together as one block of single features")
         dim, size = (1, self.in_features) if self.mode == "row" else (0, self.out_features)
         rank, degree = dist.get_rank(self._group), dist.get_world_size(self._group)
-        return Cut.of_blocks(dim, size, blocks=blocks, rank=rank, degree=degree)
+        return Cut.of_blocks(dim, size, blocks=blocks, rank=rank, degree=degree, grain=grain)
 
 
 class ParallelRMSNorm(nn.Module):
-    """RMSNorm over a width of which each rank of the group has an even share (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    """RMSNorm over a width of which each rank of the group has some (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
-    def __init__(self, norm: nn.RMSNorm, *, group: dist.ProcessGroup) -> None:
+    def __init__(self, norm: nn.RMSNorm, *, grain: int = 1, group: dist.ProcessGroup) -> None:
         super().__init__()
         [self._width] = norm.normalized_shape
         self._eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
         self._group = group
         rank, degree = dist.get_rank(group), dist.get_world_size(group)
-        self._cut = Cut.of_blocks(0, self._width, blocks=(1,), rank=rank, degree=degree)
+        self._cut = Cut.of_blocks(0, self._width, blocks=(1,), rank=rank, degree=degree, grain=grain)
         self.weight = nn.Parameter(self._cut.take(norm.weight), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,13 +127,14 @@ def swap_linears(
     model: nn.Module,
     split: TensorSplit,
     *,
+    head_dim: int,
     group: dist.ProcessGroup | None,
     stored: Mapping[str, Stored] = MappingProxyType({}),
 ) -> None:
     """Put our layers in the place of those that hold a part of their weights, as the family says, or hold them in another
     way than a plain one (`stored`, by name). The model has no weights yet.
 
-    Raises `RuntimeError` when a pattern fits no module, `ValueError` when the heads cannot be dealt out.
+    Raises `RuntimeError` when a pattern fits no module, `ValueError` when there are fewer heads than ranks.
     """
     shards = (
         {} if group is None else {name: shard for shard in split.linears for name in _fitting(model, shard.pattern)}
@@ -139,24 +142,29 @@ def swap_linears(
     for name in dict.fromkeys((*shards, *stored)):
         shard = shards.get(name, WHOLE_LINEAR)
         layer = ParallelLinear(
-            model.get_submodule(name), mode=shard.mode, blocks=shard.blocks, group=group, stored=stored.get(name)
+            model.get_submodule(name),
+            mode=shard.mode,
+            blocks=shard.blocks,
+            grain=1 if shard.mode == "gather" else head_dim,
+            group=group,
+            stored=stored.get(name),
         )
         model.set_submodule(name, layer)
     if group is not None:
-        _cut_attentions(model, split, group)
+        _cut_attentions(model, split, head_dim, group)
 
 
-def _cut_attentions(model: nn.Module, split: TensorSplit, group: dist.ProcessGroup) -> None:
+def _cut_attentions(model: nn.Module, split: TensorSplit, head_dim: int, group: dist.ProcessGroup) -> None:
     """Norms over a cut width, and attentions with the heads of this rank."""
     if split.norms:
         for name in _fitting(model, split.norms):
-            model.set_submodule(name, ParallelRMSNorm(model.get_submodule(name), group=group))
-    degree = dist.get_world_size(group)
+            model.set_submodule(name, ParallelRMSNorm(model.get_submodule(name), grain=head_dim, group=group))
+    rank, degree = dist.get_rank(group), dist.get_world_size(group)
     for name in _fitting(model, split.attentions) if split.attentions else ():
         attention = model.get_submodule(name)
-        if attention.heads % degree:
+        if attention.heads < degree:
             raise ValueError(f"{attention.heads} heads of {name} cannot be dealt to {degree} ranks")
-        attention.heads //= degree
+        attention.heads = even_lengths(attention.heads, degree)[rank]
 
 
 def _fitting(model: nn.Module, pattern: str) -> list[str]:

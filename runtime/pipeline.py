@@ -69,7 +69,13 @@ class Pipeline:
         facts = inspect_model(settings.model)
         _check_parts(settings)
         transformer, shapes = build_transformer(facts)
-        swap_linears(transformer, facts.spec.tensor, group=mesh.group("tensor"), stored=facts.stored)
+        swap_linears(
+            transformer,
+            facts.spec.tensor,
+            head_dim=facts.head_dim,
+            group=mesh.group("tensor"),
+            stored=facts.stored,
+        )
         dtype = _dtype(settings, mesh)
         fill_transformer(transformer, facts, shapes=shapes, dtype=dtype, device=mesh.device, progress=progress)
         sequence = Sequence(mesh, heads=facts.heads // mesh.degree("tensor"))

@@ -91,7 +91,7 @@ def _problem(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, dt
         count = len(devices)
         return (
             f"{parallel.devices} is {count} device{'s'[: count > 1]}, but {_formula(parallel)} = {parallel.product}, and "
-            f"the degrees left open (ulysses x tensor a divisor of {facts.heads} heads, cfg 1 or 2) do not make it {count}"
+            f"the degrees left open (ulysses x tensor at most {facts.heads} heads, cfg 1 or 2) do not make it {count}"
         )
     return _too_large(needs, devices, choices[0])
 

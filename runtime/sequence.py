@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,24 @@ class TokenGroups(NamedTuple):
         return everyone and cls(everyone, ring=mesh.group(*ring), ulysses=mesh.group(*ulysses))
 
 
+class Shares(NamedTuple):
+    """Who has what in attention: the tokens of all streams by rank, the same by Ulysses group (`rows`) and their sums, and
+    the heads by rank of a Ulysses group.
+    """
+
+    tokens: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
+    sums: tuple[int, ...]
+    heads: tuple[int, ...]
+
+    @classmethod
+    def of(cls, streams: Iterable[tuple[int, ...]], *, ulysses: int, heads: int) -> Shares:
+        """The shares, from the numbers of tokens of each stream by rank."""
+        tokens = tuple(map(sum, zip(*streams, strict=True)))
+        rows = tuple(tokens[first : first + ulysses] for first in range(0, len(tokens), ulysses))
+        return cls(tokens, rows, sums=tuple(map(sum, rows)), heads=even_lengths(heads, ulysses))
+
+
 class Sequence:
     """The tokens of one model: who has how many, worked out once for each new total.
 
@@ -62,6 +80,7 @@ class Sequence:
         self._ring_rank, _ = _place(groups and groups.ring)
         self._ulysses_rank, self._ulysses_degree = _place(groups and groups.ulysses)
         self._lengths: dict[str, tuple[int, ...]] = {}
+        self._shares: dict[int, Shares] = {}
         self._mask: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def split(self, tensor: torch.Tensor, place: TokenPlace) -> torch.Tensor:
@@ -69,6 +88,7 @@ class Sequence:
         total = tensor.shape[place.dim]
         if total != sum(self._lengths.get(place.stream, ())):
             self._lengths[place.stream] = even_lengths(total, self._degree)
+            self._shares.clear()
         return tensor.split(self._lengths[place.stream], dim=place.dim)[self._rank]
 
     def gather(self, tensor: torch.Tensor, place: TokenPlace) -> torch.Tensor:
@@ -93,27 +113,27 @@ class Sequence:
         """
         if self._groups is None:
             return attention(query, key, value, mask=mask, scale=scale)
-        lengths = self._joint_lengths(query.shape[1])
-        rows = [lengths[first : first + self._ulysses_degree] for first in range(0, self._degree, self._ulysses_degree)]
-        mask = self._mask_of_all(mask, lengths)
+        shares = self._shares_for(query.shape[2])
+        if shares.tokens[self._rank : self._rank + 1] != query.shape[1:2]:
+            local, dealt = query.shape[1], shares.tokens
+            raise RuntimeError(f"{local} tokens came to attention on rank {self._rank}, where {dealt} were dealt out")
+        mask = self._mask_of_all(mask, shares.tokens)
         ring, ulysses = self._groups.ring, self._groups.ulysses
         if ulysses is not None:
-            row = rows[self._ring_rank]
-            query, key, value = tokens_to_heads(query, key, value, lengths=row, group=ulysses)
+            row, heads = shares.rows[self._ring_rank], shares.heads
+            query, key, value = tokens_to_heads(query, key, value, lengths=row, heads=heads, group=ulysses)
             mask = self._mask_of_heads(mask)
         if ring is None:
             output = attention(query, key, value, mask=mask, scale=scale)
         else:
-            sums = [sum(row) for row in rows]
-            output = ring_attention(query, key, value, lengths=sums, group=ring, mask=mask, scale=scale)
-        return output if ulysses is None else heads_to_tokens(output, lengths=row, group=ulysses)
+            output = ring_attention(query, key, value, lengths=shares.sums, group=ring, mask=mask, scale=scale)
+        return output if ulysses is None else heads_to_tokens(output, lengths=row, heads=heads, group=ulysses)
 
-    def _joint_lengths(self, local: int) -> tuple[int, ...]:
-        """How many tokens of all streams each rank has."""
-        lengths = tuple(map(sum, zip(*self._lengths.values(), strict=True)))
-        if lengths[self._rank : self._rank + 1] != (local,):
-            raise RuntimeError(f"{local} tokens came to attention on rank {self._rank}, where {lengths} were dealt out")
-        return lengths
+    def _shares_for(self, heads: int) -> Shares:
+        """Who has what in attention of so many heads: worked out once, until other numbers of tokens are split."""
+        if heads not in self._shares:
+            self._shares[heads] = Shares.of(self._lengths.values(), ulysses=self._ulysses_degree, heads=heads)
+        return self._shares[heads]
 
     def _mask_of_all(self, mask: torch.Tensor | None, lengths: tuple[int, ...]) -> torch.Tensor | None:
         """The mask over the keys of all ranks. A model hands the same one to every layer: it is gathered once."""

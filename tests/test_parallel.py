@@ -74,7 +74,11 @@ def test_a_ring_is_exact_for_any_lengths_and_masks(lengths, mask):
 
 
 @pytest.mark.parametrize("mask", ["none", "padded", "per head"])
-@pytest.mark.parametrize("degrees", [{"ulysses": 2}, {"ring": 2}, {"ring": 2, "ulysses": 2}], ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [{"ulysses": 2}, {"ulysses": 3}, {"ring": 2}, {"ring": 2, "ulysses": 2}, {"ring": 2, "ulysses": 3}],
+    ids=str,
+)
 @pytest.mark.parametrize("tokens", [(8,), (7,), (5, 9)])
 def test_masks_and_streams_are_exact_over_ring_and_ulysses(degrees, tokens, mask):
     """With two streams a rank has a part of each; a mask arrives split as the tokens are."""
@@ -126,14 +130,19 @@ def test_what_cannot_be_split_is_an_error_and_not_ignored(mask, words):
 # Cut weights --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "blocks"), [(10, (1,)), (10, (1, 4)), (21, (2, 1)), (3, (1,))])
+@pytest.mark.parametrize(("size", "blocks"), [(10, (1,)), (10, (1, 4)), (21, (2, 1)), (3, (1,)), (60, (1, 4))])
 @pytest.mark.parametrize("degree", [1, 2, 4])
-def test_the_cuts_of_all_ranks_are_the_whole_block_by_block(size, blocks, degree):
+@pytest.mark.parametrize("grain", [1, 4])
+def test_the_cuts_of_all_ranks_are_the_whole_block_by_block(size, blocks, degree, grain):
     full, unit = torch.arange(2.0 * size).view(2, size), size // sum(blocks)
-    parts = [Cut.of_blocks(1, size, blocks=blocks, rank=rank, degree=degree).take(full) for rank in range(degree)]
+    cuts = [Cut.of_blocks(1, size, blocks=blocks, rank=rank, degree=degree, grain=grain) for rank in range(degree)]
+    parts = [cut.take(full) for cut in cuts]
     assert torch.equal(torch.cat(parts, dim=1).sort().values, full)
-    sizes = [sum(even_lengths(block * unit, degree)[rank] for block in blocks) for rank in range(degree)]
-    assert [part.shape[1] for part in parts] == sizes and all(part.is_contiguous() for part in parts)
+    assert all(part.is_contiguous() for part in parts)
+    for place, block in enumerate(blocks):
+        whole = grain if block * unit % grain == 0 else 1
+        sizes = [cut.spans[place].stop - cut.spans[place].start for cut in cuts]
+        assert sizes == [whole * count for count in even_lengths(block * unit // whole, degree)]
 
 
 def test_features_that_are_not_such_blocks_are_refused():
@@ -193,9 +202,9 @@ def test_heads_that_cannot_be_dealt_out_are_an_error():
     def run(mesh: Mesh) -> None:
         model, _ = build_transformer(inspect_model("random:wan"))
         with pytest.raises(ValueError, match="4 heads"):
-            swap_linears(model, WAN.tensor, group=mesh.group("tensor"))
+            swap_linears(model, WAN.tensor, head_dim=32, group=mesh.group("tensor"))
 
-    run_as_threads({"tensor": 3}, run)
+    run_as_threads({"tensor": 5}, run)
 
 
 @pytest.fixture
@@ -243,7 +252,7 @@ def test_each_rank_reads_and_holds_its_own_part_of_the_weights(folder, monkeypat
 
     def run(mesh: Mesh) -> int:
         model, shapes = build_transformer(facts)
-        swap_linears(model, WAN.tensor, group=mesh.group("tensor"))
+        swap_linears(model, WAN.tensor, head_dim=facts.head_dim, group=mesh.group("tensor"))
         options = {"dtype": torch.float32, "device": torch.device("cpu"), "progress": ignore_progress}
         fill_transformer(model, facts, shapes=shapes, **options)
         return sum(parameter.nbytes for parameter in model.parameters())

@@ -84,14 +84,18 @@ PROCESSES = {
         *(case for pair in PAIRS for case in (*cases_of([1, 3, 14], **pair), *pictures_of([0], **pair))),
         *(case for kind in ("ring", "ulysses", "tensor") for case in cases_of(FEWER[2:], **{kind: 4})),
     ],
+    "three": [
+        *(case for kind in ("ulysses", "tensor") for case in (*cases_of(FEWER, **{kind: 3}), *pictures_of(**{kind: 3})))
+    ],
 }
-"""Each kind alone, and each pair."""
+"""Each kind alone, each pair, and 4 heads over 3 ranks."""
 THREADS = {
     "ring ulysses tensor": {"ring": 2, "ulysses": 2, "tensor": 2},
     "cfg ulysses tensor": {"cfg": 2, "ulysses": 2, "tensor": 2},
     "cfg ring ulysses": {"cfg": 2, "ring": 2, "ulysses": 2},
     "data ring tensor": {"data": 2, "ring": 2, "tensor": 2},
     "cfg ulysses": {"cfg": 2, "ulysses": 4},
+    "ring ulysses": {"ring": 2, "ulysses": 3},
     "cfg ring": {"cfg": 2, "ring": 3},
     "data tensor": {"data": 3, "tensor": 2},
 }

@@ -28,23 +28,25 @@ from runtime.sequence import Sequence, split_tokens
 from tests.ranks import run_as_threads
 
 
-@pytest.mark.parametrize("lengths", [(4, 4), (5, 4), (1, 0), (3, 3, 2, 2), (1, 1, 1, 0)])
-def test_exchanges_move_every_token_and_head_to_its_place(lengths):
-    total, degree = sum(lengths), len(lengths)
-    full = torch.randn(3, 2, total, 8, 16)
+@pytest.mark.parametrize("heads", [8, 5])
+@pytest.mark.parametrize("lengths", [(4, 4), (5, 4), (1, 0), (3, 2, 2), (3, 3, 2, 2), (1, 1, 1, 0)])
+def test_exchanges_move_every_token_and_head_to_its_place(lengths, heads):
+    total, dealt = sum(lengths), even_lengths(heads, len(lengths))
+    full = torch.randn(3, 2, total, heads, 16)
 
     def run(mesh: Mesh) -> None:
         group, rank = mesh.group("ulysses"), mesh.rank
         start = sum(lengths[:rank])
         local = full[:, :, start : start + lengths[rank]]
-        heads = tokens_to_heads(*local, lengths=lengths, group=group)
-        for exchanged, expected in zip(heads, full.chunk(degree, dim=3)[rank], strict=True):
+        shares = {"lengths": lengths, "heads": dealt, "group": group}
+        some_heads = tokens_to_heads(*local, **shares)
+        for exchanged, expected in zip(some_heads, full.split(dealt, dim=3)[rank], strict=True):
             assert torch.equal(exchanged, expected)
-        for exchanged, expected in zip(heads, local, strict=True):
-            assert torch.equal(heads_to_tokens(exchanged, lengths=lengths, group=group), expected)
+        for exchanged, expected in zip(some_heads, local, strict=True):
+            assert torch.equal(heads_to_tokens(exchanged, **shares), expected)
         assert torch.equal(gather_tokens(local, lengths=lengths, group=group, dim=2), full)
 
-    run_as_threads({"ulysses": degree}, run)
+    run_as_threads({"ulysses": len(lengths)}, run)
 
 
 def test_lengths_differ_by_at_most_one():
@@ -131,7 +133,7 @@ def test_a_split_model_equals_the_bare_class(family):
 
     def run(mesh: Mesh) -> None:
         model, _ = build_transformer(inspect_model(f"random:{family.name}"))
-        swap_linears(model, family.tensor, group=mesh.group("tensor"))
+        swap_linears(model, family.tensor, head_dim=family.tiny[family.head_dim], group=mesh.group("tensor"))
         for name, tensor in weights.items():
             part = local_part(model, name)
             if part is not None:

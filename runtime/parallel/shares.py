@@ -14,6 +14,12 @@ def even_lengths(total: int, degree: int) -> tuple[int, ...]:
     return tuple(total // degree + (rank < total % degree) for rank in range(degree))
 
 
+def grained_lengths(total: int, degree: int, grain: int) -> tuple[int, ...]:
+    """Even lengths that are numbers of grains, where the total is one; they differ by at most a grain."""
+    grain = 1 if total % grain else grain
+    return tuple(grain * count for count in even_lengths(total // grain, degree))
+
+
 def span(lengths: Sequence[int], rank: int) -> slice:
     """Where the part of a rank lies in the whole."""
     start = sum(lengths[:rank])
@@ -28,17 +34,17 @@ class Cut:
     spans: tuple[slice, ...] = ()
 
     @classmethod
-    def of_blocks(cls, dim: int, size: int, *, blocks: Sequence[int], rank: int, degree: int) -> Cut:
+    def of_blocks(cls, dim: int, size: int, *, blocks: Sequence[int], rank: int, degree: int, grain: int = 1) -> Cut:
         """A rank's even share of each block of `size` features; `blocks` are their relative sizes.
 
-        Raises `ValueError` when the size is not that of such blocks.
+        A block that is a number of grains (heads, of which none is cut in two) is dealt grain by grain. Raises `ValueError` when the size is not that of such blocks.
         """
         unit, rest = divmod(size, sum(blocks))
         if rest:
             raise ValueError(f"{size} features are not blocks of {tuple(blocks)}")
         spans, start = [], 0
         for block in blocks:
-            part = span(even_lengths(block * unit, degree), rank)
+            part = span(grained_lengths(block * unit, degree, grain), rank)
             spans.append(slice(start + part.start, start + part.stop))
             start += block * unit
         return cls(dim, tuple(spans))

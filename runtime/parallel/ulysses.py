@@ -1,8 +1,8 @@
 """Ulysses: attention over all tokens with a part of the heads (Jacobs et al. 2023, arXiv:2309.14509).
 
-`lengths` are the numbers of tokens of each rank of the group, by rank; they may differ, and one may be 0.
-The exchanged tensors have the token dim first, so that what each rank sends lands in place and nothing is put together
-afterwards. The results are views in `(B, S, H, D)` order that are not contiguous.
+`lengths` and `heads` are the numbers of tokens and of heads of each rank of the group, by rank; they may differ, and one
+may be 0. The exchanged tensors have the token dim first, so that what each rank sends lands in place and nothing is put
+together afterwards: `tokens_to_heads` gives views in `(B, S, H, D)` order that are not contiguous.
 """
 
 from __future__ import annotations
@@ -14,34 +14,50 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from .collectives import all_gather
+from .shares import span
 
 
 def tokens_to_heads(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, lengths: Sequence[int], group: dist.ProcessGroup
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    lengths: Sequence[int],
+    heads: Sequence[int],
+    group: dist.ProcessGroup,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Local tokens and all heads `(B, S_local, H, D)` -> all tokens and local heads `(B, S, H / degree, D)`.
+    """Local tokens and all heads `(B, S_local, H, D)` -> all tokens and local heads `(B, S, H_local, D)`.
 
-    One exchange for the three. The degree must divide the heads.
+    One exchange for the three.
     """
-    batch, local, heads, width = query.shape
-    degree = len(lengths)
-    sent = query.new_empty(degree, local, 3, batch, heads // degree, width)
-    for place, tensor in enumerate((query, key, value)):
-        sent[:, :, place] = tensor.unflatten(2, (degree, -1)).permute(2, 1, 0, 3, 4)
-    received = sent.new_empty(sum(lengths), 3, batch, heads // degree, width)
-    dist.all_to_all_single(received, sent.flatten(0, 1), list(lengths), [local] * degree, group=group)
+    batch, local, _, width = query.shape
+    own = heads[dist.get_rank(group)]
+    sent = query.new_empty(local * 3 * batch * sum(heads) * width)
+    sizes_out = [local * 3 * batch * count * width for count in heads]
+    for rank, part in enumerate(sent.split(sizes_out)):
+        places = part.view(local, 3, batch, heads[rank], width).unbind(1)
+        for place, tensor in zip(places, (query, key, value), strict=True):
+            place.copy_(tensor[:, :, span(heads, rank)].transpose(0, 1))
+    received = sent.new_empty(sum(lengths), 3, batch, own, width)
+    sizes_in = [length * 3 * batch * own * width for length in lengths]
+    dist.all_to_all_single(received.view(-1), sent, sizes_in, sizes_out, group=group)
     query, key, value = (part.transpose(0, 1) for part in received.unbind(1))
     return query, key, value
 
 
-def heads_to_tokens(tensor: torch.Tensor, *, lengths: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """All tokens and local heads `(B, S, H / degree, D)` -> local tokens and all heads `(B, S_local, H, D)`."""
-    batch, _, heads, width = tensor.shape
-    degree, local = len(lengths), lengths[dist.get_rank(group)]
+def heads_to_tokens(
+    tensor: torch.Tensor, *, lengths: Sequence[int], heads: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """All tokens and local heads `(B, S, H_local, D)` -> local tokens and all heads `(B, S_local, H, D)`, contiguous."""
+    batch, _, own, width = tensor.shape
+    local = lengths[dist.get_rank(group)]
     sent = tensor.transpose(0, 1).contiguous()
-    received = sent.new_empty(degree * local, batch, heads, width)
-    dist.all_to_all_single(received, sent, [local] * degree, list(lengths), group=group)
-    return received.unflatten(0, (degree, local)).permute(2, 1, 0, 3, 4).flatten(2, 3)
+    received = sent.new_empty(local * batch * sum(heads) * width)
+    sizes_in = [local * batch * count * width for count in heads]
+    sizes_out = [length * batch * own * width for length in lengths]
+    dist.all_to_all_single(received, sent.view(-1), sizes_in, sizes_out, group=group)
+    parts = zip(received.split(sizes_in), heads, strict=True)
+    return torch.cat([part.view(local, batch, count, width).transpose(0, 1) for part, count in parts], dim=2)
 
 
 def gather_tokens(tensor: torch.Tensor, *, lengths: Sequence[int], group: dist.ProcessGroup, dim: int) -> torch.Tensor:
