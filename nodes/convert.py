@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from ..runtime.errors import in_our_words
 from ..runtime.protocol import ITEM_BYTES, MAX_ENTRIES, Conditioning
 from . import host
-from .sentences import in_our_words
 
 TENSORS = {"pooled_output": "pooled", "attention_mask": "attention_mask", "mask": "mask"}
 NUMBERS = ("guidance", "strength", "mask_strength", "start_percent", "end_percent")

@@ -6,10 +6,10 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..runtime.errors import in_our_words
 from . import files
 from .io_types import CATEGORY, Memory, Model, Parallel, Speed, advanced, searchable
 from .parts import DTYPES, FROM_MODEL, QUANT_KINDS, TINY_SHAPES, settings
-from .sentences import in_our_words
 
 
 def _component(name: str, folder: str, tooltip: str) -> io.Input:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
+from ..runtime.errors import in_our_words
 from .io_types import CATEGORY, Parallel, searchable
 from .parts import MAX_DEGREE, settings
-from .sentences import in_our_words
 
 
 def _degree(axis: str, tooltip: str) -> io.Input:

@@ -6,10 +6,10 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..runtime.errors import in_our_words
 from .display import NodeDisplay
 from .io_types import CATEGORY, Model, advanced, searchable
 from .parts import SAMPLER_NAMES, SCHEDULER_NAMES, convert, session, settings
-from .sentences import in_our_words
 
 
 class OutriggerSampler(io.ComfyNode):

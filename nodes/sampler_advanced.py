@@ -6,11 +6,11 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..runtime.errors import in_our_words
 from .display import NodeDisplay
 from .io_types import CATEGORY, Model, searchable
 from .parts import SAMPLER_NAMES, SCHEDULER_NAMES, convert, settings
 from .sampler import noise_and_steps, prompt_sockets, sampled, shift_widget
-from .sentences import in_our_words
 
 SWITCH = {"enable": True, "disable": False}
 LAST_STEP = 10000

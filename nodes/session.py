@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from ..runtime.client import Sidecar
-from ..runtime.errors import Cancelled, SidecarError
+from ..runtime.errors import Cancelled, SidecarError, in_our_words
 from ..runtime.protocol import Conditioning, Decode, Decoded, Encoded, EncodeText, Notice, Progress, Sample, Sampled
 from ..runtime.settings import ModelSettings, SampleSettings
 from . import host
 from .display import NodeDisplay
-from .sentences import in_our_words
 
 log = logging.getLogger("outrigger")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Sequence
 
 from .commands import COMMANDS
 from .commands.parser import parser_of
-from .errors import Refused
+from .errors import SidecarError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,8 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         return chosen.run(chosen)
-    except Refused as error:
+    except (ValueError, SidecarError) as error:
         print(f"error: {error}", file=sys.stderr)
+        if getattr(chosen, "json", False):
+            print(json.dumps({"ok": False, "reason": str(error)}))
         return 1
 
 

@@ -10,7 +10,6 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from .errors import Refused
-from .families.spec import FamilySpec
 from .inspection import ModelFacts
 from .linear import LocalPart, local_part
 from .parallel.shares import WHOLE
@@ -80,7 +79,7 @@ def fill_transformer(
     stride = -(-len(shapes) // REPORTS)
     for count, (name, tensor) in enumerate(tensors, start=1):
         if tensor is not None:
-            wanted = torch.float32 if _stays_float32(facts.spec, name) else dtype
+            wanted = torch.float32 if facts.spec.stays_float32(name) else dtype
             local_part(model, name).place(tensor.to(device=device, dtype=wanted if _is_number(tensor) else None))
         if count % stride == 0 or count == len(shapes):
             progress(STAGE, count, len(shapes))
@@ -146,7 +145,3 @@ def random_tensors(shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:
 def _is_number(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of plain numbers, not of codes that another tensor scales."""
     return tensor.is_floating_point() and tensor.element_size() > 1
-
-
-def _stays_float32(family: FamilySpec, name: str) -> bool:
-    return not set(family.keep_float32).isdisjoint(name.split("."))

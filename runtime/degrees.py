@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
 
+from .footprint import bytes_per_rank
 from .inspection import ModelFacts
 
 BRANCHES = 2
 """Of guidance: the positive and the negative prompt."""
-DTYPE_BYTES = {"auto": 2, "bf16": 2, "fp16": 2, "fp32": 4}
-"""By the number format asked for; auto is bf16 on a GPU, where it counts."""
 WEIGHTS_SHARE = 0.8
 """So much of a GPU's memory may be weights; the rest is for what a step works with."""
 
@@ -46,7 +45,7 @@ class Needs:
     """What a model asks of the degrees; `memory` is bytes of the smallest device, 0 where that is not known."""
 
     facts: ModelFacts
-    dtype: str = "auto"
+    dtype: str = "bf16"
     memory: int = 0
 
     def problem(self, degrees: Mapping[str, int]) -> str:
@@ -66,9 +65,8 @@ class Needs:
         return ""
 
     def bytes_per_rank(self, tensor: int) -> int:
-        """About what the weights of the rank with the most heads take."""
-        heads = self.facts.heads
-        return self.facts.elements * DTYPE_BYTES[self.dtype] * -(-heads // tensor) // heads
+        """What the weights of a rank take; 0 where that is not known."""
+        return bytes_per_rank(self.facts, dtype=self.dtype, tensor=tensor)
 
     def fits(self, tensor: int, share: float = WEIGHTS_SHARE) -> bool:
         """Whether the weights leave enough of the memory free, as far as that is known."""
@@ -82,12 +80,14 @@ class Needs:
         only.
         """
 
+        found = [Degrees(*sizes) for sizes in _factored(count, [fixed.get(axis, 0) for axis in vars(Degrees())])]
+        fits = {tensor: self.fits(tensor) for tensor in {degrees.tensor for degrees in found}}
+
         def cost(degrees: Degrees) -> tuple:
             uneven = self.facts.heads % (degrees.ulysses * degrees.tensor) > 0
-            weights = not self.fits(degrees.tensor), degrees.data, degrees.tensor
+            weights = not fits[degrees.tensor], degrees.data, degrees.tensor
             return *weights, -degrees.cfg, uneven, -degrees.ulysses
 
-        found = (Degrees(*sizes) for sizes in _factored(count, [fixed.get(axis, 0) for axis in vars(Degrees())]))
         return sorted((degrees for degrees in found if not self.problem(vars(degrees))), key=cost)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,8 @@ PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 """What ComfyUI puts before the transformer's names, in an all-in-one checkpoint or a file of its own."""
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+RECORDED = Path(__file__).resolve().parent / "families" / "tiny"
+"""Written by `python -m tests.record_tiny`."""
 MAX_JSON_BYTES = 64 << 20
 
 
@@ -37,9 +38,9 @@ class Source:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model is and where its parts are. `sources` is empty for a model with random weights; `elements` is how many
-    numbers the transformer's weights are, 0 where that was not read. `stored` names the Linears that are not held as a
-    plain weight.
+    """What a model is and where its parts are. `sources` is empty for a model with random weights; `shapes` are those of
+    the transformer's tensors by the names that its class has for them, empty where they are not known. `stored` names
+    the Linears that are not held as a plain weight.
     """
 
     name: str
@@ -48,7 +49,7 @@ class ModelFacts:
     head_dim: int
     layers: int
     config: Mapping[str, Any] = field(repr=False)
-    elements: int = 0
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     sources: tuple[Source, ...] = field(default=(), repr=False)
     stored: Mapping[str, Stored] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     text_encoder: Path | None = None
@@ -97,7 +98,13 @@ def _random(model: str) -> ModelFacts:
     name = model.removeprefix(RANDOM)
     if name not in FAMILIES:
         raise Refused(f"{model}: no family {name!r}; there are: {', '.join(FAMILIES)}")
-    return _facts(FAMILIES[name], FAMILIES[name].tiny, name=model)
+    return _facts(FAMILIES[name], FAMILIES[name].tiny, name=model, shapes=_recorded_shapes(name))
+
+
+def _recorded_shapes(family: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of a family's `TINY`, which its class alone could tell; none where they were not recorded."""
+    path = RECORDED / f"{family}.json"
+    return {name: tuple(shape) for name, shape in read_json(path).items()} if path.is_file() else {}
 
 
 def _facts(family: FamilySpec, config: Mapping[str, Any], *, name: str = "", **parts: Any) -> ModelFacts:
@@ -159,7 +166,8 @@ def _transformer_folder(path: Path) -> ModelFacts:
     headers = {file: read_header(file) for file in _weight_files(path)}
     _refuse_formats(path, {name: entry for header in headers.values() for name, entry in header.items()})
     sources = tuple(Source(file, {name: name for name in header}) for file, header in headers.items())
-    return _facts(family, config, sources=sources, elements=sum(map(_elements, headers.values())))
+    shapes = {name: entry.shape for header in headers.values() for name, entry in header.items()}
+    return _facts(family, config, sources=sources, shapes=shapes)
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -251,11 +259,7 @@ def _file_of(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], 
     if config[family.heads] < 1:
         raise Refused(f"{path} is too narrow for {family.title}: {shapes[family.signature[0]]}")
     sources = (Source(path, MappingProxyType(dict(names))),)
-    return _facts(family, config, sources=sources, elements=_elements(header))
-
-
-def _elements(header: Mapping[str, TensorEntry]) -> int:
-    return sum(math.prod(entry.shape) for entry in header.values())
+    return _facts(family, config, sources=sources, shapes=shapes)
 
 
 def _refuse_formats(path: Path, header: Mapping[str, TensorEntry]) -> None:

@@ -19,7 +19,7 @@ MIB, GIB = 1 << 20, 1 << 30
 class Plan:
     """The degree of each axis and the device of each rank (`cpu` or `cuda:N`), outermost axis first.
 
-    `bytes_per_rank` is about what the weights of one rank take; 0 where that is not known.
+    `bytes_per_rank` is what the weights of the rank that holds most take; 0 where that is not known.
     """
 
     data: int
@@ -69,7 +69,8 @@ def make_plan(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, *
 
 def _needs(facts: ModelFacts, machine: Machine, devices: Sequence[str], dtype: str) -> Needs:
     sizes = [machine.cuda[int(device.removeprefix("cuda:"))].memory_mib for device in devices if device != "cpu"]
-    return Needs(facts, dtype, memory=min(sizes, default=0) * MIB)
+    auto = "fp32" if "cpu" in devices else "bf16"
+    return Needs(facts, auto if dtype == "auto" else dtype, memory=min(sizes, default=0) * MIB)
 
 
 # What is wrong ------------------------------------------------------------------------------------------------------
@@ -88,12 +89,19 @@ def _problem(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, dt
     needs = _needs(facts, machine, devices, dtype)
     choices = needs.choices(len(devices), parallel.set_degrees)
     if not choices:
-        count = len(devices)
-        return (
-            f"{parallel.devices} is {count} device{'s'[: count > 1]}, but {_formula(parallel)} = {parallel.product}, and "
-            f"the degrees left open (ulysses x tensor at most {facts.heads} heads, cfg 1 or 2) do not make it {count}"
-        )
+        return _does_not_fill(parallel, facts, len(devices))
     return _too_large(needs, devices, choices[0])
+
+
+def _does_not_fill(parallel: ParallelSettings, facts: ModelFacts, count: int) -> str:
+    """Why no degrees with those that are set make the number of devices."""
+    text = f"{parallel.devices} is {count} device{'s'[: count > 1]}, but {_formula(parallel)} = {parallel.product}"
+    if count % parallel.product:
+        return f"{text}, of which {count} is no multiple"
+    return (
+        f"{text}, and the degrees left open (ulysses x tensor at most {facts.heads} heads, cfg 1 or 2) do not make it "
+        f"{count}"
+    )
 
 
 def _too_large(needs: Needs, devices: Sequence[str], degrees: Degrees) -> str:

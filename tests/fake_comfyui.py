@@ -26,7 +26,6 @@ PARTS = (
     "parts",
     "sampler",
     "sampler_advanced",
-    "sentences",
     "session",
 )
 RUNTIME = ("errors", "protocol", "settings")

@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import bench, serve
+from . import bench, plan, serve
 
-COMMANDS: dict[str, ModuleType] = {"serve": serve, "bench": bench}
+COMMANDS: dict[str, ModuleType] = {"serve": serve, "plan": plan, "bench": bench}

@@ -141,3 +141,7 @@ class FamilySpec:
     timestep_scale: float = 1000.0
     sigma_table: int = 1000
     text_encoders: str = ""
+
+    def stays_float32(self, name: str) -> bool:
+        """Whether a tensor is held in float32, whatever number format is asked for."""
+        return not set(self.keep_float32).isdisjoint(name.split("."))

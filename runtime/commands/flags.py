@@ -1,0 +1,64 @@
+"""The flags that commands share, and the settings they make: the same ones as the nodes'."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ..errors import Refused, in_our_words
+from ..settings import AXES, DTYPES, QUANT_KINDS, ModelSettings, ParallelSettings
+from .models import find_model
+
+Value = TypeVar("Value")
+DEGREES = {"ulysses": "ulysses", "ring": "ring", "tensor": "tensor", "cfg-parallel": "cfg", "data": "data"}
+"""Flag of each axis; `--cfg` is the guidance, as on the Sampler."""
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Which model, and how it is spread."""
+    parser.add_argument(
+        "--model", required=True, metavar="MODEL",
+        help="a file or folder, a file name under a models folder, tiny-shapes, or random:FAMILY",
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="number format of the weights")
+    parser.add_argument("--quant", choices=QUANT_KINDS, default=QUANT_KINDS[0], help="quantisation of the weights")
+    parser.add_argument("--devices", default="auto", help="auto, cpu:4 or cuda:0,1")
+    for flag, axis in DEGREES.items():
+        parser.add_argument(f"--{flag}", dest=f"degree_{axis}", type=int, default=0, metavar="N", help=_help(axis))
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    """Where flags come from and what is printed."""
+    parser.add_argument("--config", metavar="FILE", help="flags by name, as YAML or JSON; flags given here win")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def model_settings(chosen: argparse.Namespace, **parts: str) -> ModelSettings:
+    """The settings that the flags describe. Raises `Refused` in the user's words.
+
+    Whether the degrees fit the devices is left to the planner: it knows the model, and so the nearest plan that works.
+    """
+    parallel = _parallel_settings(chosen)
+    model = checked(ModelSettings, model=find_model(chosen.model), dtype=chosen.dtype, quant=chosen.quant, **parts)
+    return model.model_copy(update={"parallel": parallel})
+
+
+def checked(make: Callable[..., Value], **fields: Any) -> Value:
+    """Settings of these fields. Raises `Refused` in the user's words."""
+    try:
+        return in_our_words(make, **fields)
+    except ValueError as error:
+        raise Refused(str(error)) from None
+
+
+def _parallel_settings(chosen: argparse.Namespace) -> ParallelSettings:
+    degrees = {axis: getattr(chosen, f"degree_{axis}") for axis in AXES}
+    devices = checked(ParallelSettings, devices=chosen.devices).devices
+    for axis, degree in degrees.items():
+        checked(ParallelSettings, **{axis: degree})
+    return ParallelSettings.model_construct(devices=devices, **degrees)
+
+
+def _help(axis: str) -> str:
+    return f"degree of the {axis} axis; 0 has it chosen"

@@ -1,0 +1,60 @@
+"""Say how a model would be spread over this machine, or why it cannot be and what can. Reads no weight."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from ..errors import Refused
+from ..settings import AXES
+from .flags import add_model_flags, add_output_flags, model_settings
+from .planning import plan_for
+
+MIB = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model and how it is to be spread."""
+    add_model_flags(parser)
+    add_output_flags(parser)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Print the plan; exit status 1 where there is none."""
+    answer = _answer(chosen)
+    print(json.dumps(answer) if chosen.json else described(answer))
+    return 0 if answer["ok"] else 1
+
+
+def described(answer: dict[str, Any]) -> str:
+    """The answer for a reader."""
+    if not answer["ok"]:
+        return f"No plan: {answer['reason']}"
+    degrees = ", ".join(f"{axis} {degree}" for axis, degree in answer["plan"].items())
+    weights = f"{answer['bytes_per_rank'] / MIB:.1f} MiB" if answer["bytes_per_rank"] else "not known"
+    return f"{degrees}\ndevices: {', '.join(answer['devices'])}\nweights on each rank: {weights}\n{answer['reason']}"
+
+
+def _answer(chosen: argparse.Namespace) -> dict[str, Any]:
+    """What `--json` prints."""
+    try:
+        plan = plan_for(model_settings(chosen))
+    except Refused as refusal:
+        nearest = getattr(refusal, "nearest", None)
+        return {
+            "ok": False,
+            "plan": None,
+            "bytes_per_rank": None,
+            "reason": str(refusal),
+            "nearest": nearest and {axis: getattr(nearest, axis) for axis in AXES},
+            "nearest_devices": nearest and nearest.devices,
+        }
+    return {
+        "ok": True,
+        "plan": plan.degrees,
+        "devices": plan.devices,
+        "bytes_per_rank": plan.bytes_per_rank,
+        "reason": plan.reason,
+        "nearest": None,
+    }

@@ -1,0 +1,47 @@
+"""How many bytes of weights a rank holds: plain arithmetic on shapes, without torch and without reading a weight."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from .inspection import ModelFacts
+
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+FLOAT32_BYTES = 4
+
+
+def bytes_per_rank(facts: ModelFacts, *, dtype: str, tensor: int) -> int:
+    """What the transformer takes on the rank that holds most, of `tensor` that share it; 0 where no shapes are known.
+
+    Layers that the family does not cut are whole on every rank, and some stay in float32.
+    """
+    return sum(
+        _elements_held(facts, name, shape, tensor)
+        * (FLOAT32_BYTES if facts.spec.stays_float32(name) else DTYPE_BYTES[dtype])
+        for name, shape in facts.shapes.items()
+    )
+
+
+def _elements_held(facts: ModelFacts, name: str, shape: tuple[int, ...], degree: int) -> int:
+    """How many numbers of a tensor the first rank holds: it has the largest share of each, and the biases of rows."""
+    module, _, leaf = name.rpartition(".")
+    split = facts.spec.tensor
+    for shard in split.linears:
+        if re.fullmatch(shard.pattern, module):
+            if shard.mode == "row" and leaf == "bias":
+                return math.prod(shape)
+            grain = 1 if shard.mode == "gather" else facts.head_dim
+            return _cut(shape, 1 if shard.mode == "row" else 0, degree, blocks=shard.blocks, grain=grain)
+    if split.norms and re.fullmatch(split.norms, module):
+        return _cut(shape, 0, degree, grain=facts.head_dim)
+    return math.prod(shape)
+
+
+def _cut(shape: tuple[int, ...], dim: int, degree: int, *, blocks: tuple[int, ...] = (1,), grain: int) -> int:
+    """Numbers in the largest share of a tensor that is dealt along `dim`, block by block, in grains where they fit."""
+    unit, share = shape[dim] // sum(blocks), 0
+    for size in (block * unit for block in blocks):
+        step = 1 if size % grain else grain
+        share += -(-size // step // degree) * step
+    return math.prod(shape) // shape[dim] * share

@@ -1,0 +1,191 @@
+"""The command line: flags, files of flags, names of models, and plans without a weight or torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.__main__ import main
+from runtime.commands import COMMANDS
+from runtime.commands.models import find_model
+from runtime.errors import Refused
+from runtime.settings import AXES
+
+ROOT = Path(__file__).resolve().parents[1]
+PLAN = ["plan", "--model", "random:wan"]
+
+
+def printed(capsys, *words: str) -> tuple[int, dict]:
+    """Exit status and the one JSON object of a command."""
+    status = main([*words, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, *words: str) -> str:
+    """What the parser says of flags that it does not take."""
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch, tmp_path):
+    """Plans for a machine without a GPU, from a folder without models."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("COMFYUI_PATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(capsys, name):
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert "usage: python -m runtime" in text and " ".join((COMMANDS[name].__doc__ or "").split())[:40] in text
+
+
+# Flags and files of flags
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--ulyses", "2"], "did you mean --ulysses?"),
+        (["--dtype", "bf17"], "did you mean bf16?"),
+        (["--cfg", "2"], "unrecognized arguments: --cfg"),
+        (["--ring", "two"], "--ring: invalid int value: 'two'"),
+    ],
+)
+def test_an_unknown_flag_is_an_error_that_names_the_nearest(capsys, words, says):
+    assert says in refused(capsys, *PLAN, *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.yaml", "model: random:wan\ndevices: cpu:4\ncfg_parallel: 2\nring: 2\njson: true\n"),
+        ("c.json", '{"model": "random:wan", "devices": "cpu:4", "cfg-parallel": 2, "ring": 2, "json": true}'),
+    ],
+)
+def test_flags_come_from_a_file_and_those_given_win(capsys, tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    assert main(["plan", "--config", name]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["ring"] == 2
+    assert main(["plan", f"--config={name}", "--ring", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"] == {"data": 1, "cfg": 2, "ring": 1, "ulysses": 2, "tensor": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ulyses: 2", r"unknown key 'ulyses' (did you mean ulysses?)"),
+        ("config: other.yaml", "unknown key 'config'"),
+        ("ring: [1, 2]", "ring is a list of 2: give one"),
+        ("ring: {a: 1}", "ring is {'a': 1}: give a text or a number"),
+        ("ring:", "ring is None"),
+        ("- ring", "is no table of flags"),
+        ("ring: [", "cannot be read"),
+        ("ring: !!python/object/apply:os.system ['true']", "cannot be read"),
+        ("dtype: bf17", "did you mean bf16?"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_refused(capsys, tmp_path, text, says):
+    (tmp_path / "c.yaml").write_text(text)
+    said = refused(capsys, *PLAN, "--config", "c.yaml")
+    assert says in said and said.count("did you mean") <= 1
+
+
+def test_a_file_that_is_not_there_is_refused(capsys):
+    assert "none.yaml cannot be read: No such file" in refused(capsys, *PLAN, "--config", "none.yaml")
+
+
+# Names of models
+
+
+def test_a_model_is_found_by_name_under_a_models_folder(monkeypatch, tmp_path):
+    for name in ("comfy/models/diffusion_models/wan.safetensors", "models/checkpoints/sub/all.safetensors"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(b"")
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "comfy"))
+    assert find_model("wan.safetensors") == str(tmp_path / "comfy/models/diffusion_models/wan.safetensors")
+    assert find_model("sub/all.safetensors") == str(tmp_path / "models/checkpoints/sub/all.safetensors")
+    assert [find_model(name) for name in ("tiny-shapes", "random:wan")] == ["tiny-shapes", "random:wan"]
+    with pytest.raises(Refused, match=r"Looked in .*comfy/models, .*; the nearest names are wan\.safetensors"):
+        find_model("wam.safetensors")
+    (tmp_path / "models/diffusion_models").mkdir()
+    (tmp_path / "models/diffusion_models/wan.safetensors").write_bytes(b"")
+    with pytest.raises(Refused, match="more than one folder: give the path, one of"):
+        find_model("wan.safetensors")
+    assert find_model("models/diffusion_models/wan.safetensors").startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("tiny-shape", "nearest names are tiny-shapes"), ("random-wan", "random:wan"), ("random:none", "there are: wan")],
+)
+def test_a_model_that_is_not_there_is_refused_with_the_way_out(capsys, name, says):
+    status, answer = printed(capsys, "plan", "--model", name)
+    assert status == 1 and not answer["ok"]
+    assert says in answer["reason"] and answer["plan"] is answer["nearest"] is None
+
+
+# plan
+
+
+def test_a_plan_says_degrees_devices_bytes_and_why(capsys):
+    status, answer = printed(capsys, *PLAN, "--devices", "cpu:4", "--tensor", "2")
+    assert status == 0 and answer["ok"]
+    assert answer["plan"] == {"data": 1, "cfg": 2, "ring": 1, "ulysses": 1, "tensor": 2}
+    assert answer["devices"] == ["cpu"] * 4 and answer["nearest"] is None
+    assert "cfg 2 x tensor 2" in answer["reason"]
+    _, whole = printed(capsys, *PLAN, "--devices", "cpu:4", "--tensor", "1")
+    assert 0.5 < answer["bytes_per_rank"] / whole["bytes_per_rank"] < 0.6
+    _, half = printed(capsys, *PLAN, "--devices", "cpu:4", "--tensor", "1", "--dtype", "bf16")
+    assert 0.5 < half["bytes_per_rank"] / whole["bytes_per_rank"] < 0.52
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--devices", "cpu:3", "--ulysses", "2"], "cpu:3 is 3 devices, but ulysses 2 = 2, of which 3 is no multiple"),
+        (["--devices", "cpu:2", "--ulysses", "2", "--ring", "2"], "ring 2 x ulysses 2 = 4"),
+        (["--devices", "cuda:0,1"], "cuda:0, cuda:1 are not there"),
+        (["--cfg-parallel", "3"], "set cfg to 1 or 2"),
+    ],
+)
+def test_a_plan_that_is_refused_names_one_that_is_not(capsys, words, says):
+    status, answer = printed(capsys, *PLAN, *words)
+    assert status == 1 and not answer["ok"] and says in answer["reason"]
+    flags = [f"--{'cfg-parallel' if axis == 'cfg' else axis}={answer['nearest'][axis]}" for axis in AXES]
+    status, nearest = printed(capsys, *PLAN, "--devices", answer["nearest_devices"], *flags)
+    assert status == 0 and nearest["plan"] == answer["nearest"]
+
+
+def test_settings_that_are_none_are_refused_in_the_users_words(capsys):
+    for words, says in (
+        (["--devices", "gpu"], "devices 'gpu' is not one of"),
+        (["--ring", "-1"], "set it to 0 or more"),
+    ):
+        status, answer = printed(capsys, *PLAN, *words)
+        assert status == 1 and says in answer["reason"]
+
+
+@pytest.mark.parametrize("model", ["random:wan", "random:flux", "tiny-shapes"])
+def test_a_plan_takes_under_a_second_and_imports_no_torch(model):
+    program = (
+        "import sys, time; from runtime.__main__ import main; "
+        f"main(['plan', '--model', {model!r}, '--devices', 'cpu:4', '--json']); "
+        "print('torch' in sys.modules, time.process_time())"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    answer, measured = run.stdout.splitlines()
+    torch_is_there, seconds = measured.split()
+    print(f"planning {model} took {seconds} s of processor time")
+    assert json.loads(answer)["bytes_per_rank"] > 1 << 20
+    assert torch_is_there == "False" and float(seconds) < 1.0
