@@ -11,8 +11,10 @@ PLAIN = "none"
 @dataclass(frozen=True)
 class Stored:
     """The `kind` of core that holds it, and the full shape of each of its tensors, by what a file calls them behind the
-    name of the Linear (`weight`, `bias`, `weight_scale` ...).
+    name of the Linear (`weight`, `bias`, `weight_scale` ...); none for a plain weight that becomes of that kind as it is
+    loaded. Where several Linears are fused in a file, `rows` are the output features of this one.
     """
 
     kind: str = PLAIN
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    rows: tuple[int, int] | tuple[()] = ()

@@ -1,0 +1,278 @@
+"""Nunchaku's packed tensors are read and written as published, and cut for ranks without changing a number.
+
+What is packed here is packed by address: for each number the place where the published description of the layout puts
+it. The decoder moves dims; the two share no code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import pytest
+import torch
+
+from runtime.quant.svdquant import packing
+from runtime.quant.svdquant.formats import INT4, NVFP4, code_values, round_e2m1, value_codes
+from runtime.quant.svdquant.tensors import PackedCut, Packing, every
+
+RANK = 32
+SCALE_LANES = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+"""The rows of a block of 16 in the order in which four lanes read their 16-bit scales."""
+MICRO_WORDS = [0, 32, 64, 96, 8, 40, 72, 104, 16, 48, 80, 112, 24, 56, 88, 120, 1, 33, 65, 97]
+"""The first rows of 128 whose words of 8-bit scales are read, by lanes 0 to 4."""
+
+
+def drawn(*shape: int, below: int, seed: int = 0) -> list:
+    """Whole numbers from 0, nested as the shape says."""
+    source = random.Random(f"{seed} {shape}")
+
+    def draw(sizes: tuple[int, ...]) -> list:
+        return (
+            [source.randrange(below) for _ in range(sizes[0])]
+            if len(sizes) == 1
+            else [draw(sizes[1:]) for _ in range(sizes[0])]
+        )
+
+    return draw(shape)
+
+
+def code_bytes(codes: list[list[int]]) -> bytearray:
+    """A nibble for each code. A 32-bit word has eight neighbours of a row; a lane has four words."""
+    n_size, k_size = len(codes), len(codes[0])
+    memory = bytearray(n_size * k_size // 2)
+    for n in range(n_size):
+        for k in range(k_size):
+            tile = (n // 128) * (k_size // 64) + k // 64
+            lane = (n % 8) * 4 + k % 32 // 8
+            word = ((tile * 8 + n % 128 // 16) * 32 + lane) * 4 + n % 16 // 8 * 2 + k % 64 // 32
+            memory[word * 4 + k % 8 // 2] |= codes[n][k] << 4 * (k % 2)
+    return memory
+
+
+def scale_order(rows: list[list[int]]) -> list[int]:
+    """Scales of groups of 64 in memory: tiles of 128 rows, one group after the other within."""
+    order = []
+    for tile in range(0, len(rows), 128):
+        for group in range(len(rows[0])):
+            for block in range(tile, tile + 128, 16):
+                order += [rows[block + lane][group] for lane in SCALE_LANES]
+    return order
+
+
+def micro_scale_order(rows: list[list[int]]) -> list[int]:
+    """Scales of groups of 16 in memory: words of four groups, for rows 32 apart."""
+    order = []
+    for tile in range(0, len(rows), 128):
+        for group in range(0, len(rows[0]), 4):
+            for lane in range(32):
+                first = lane // 4 + lane % 4 * 8
+                for row in range(first, first + 128, 32):
+                    order += rows[tile + row][group : group + 4]
+    return order
+
+
+def low_rank_order(matrix: list[list[int]], *, down: bool) -> list[int]:
+    """16 x 16 tiles; the outer loop runs along the features. Lanes hold two neighbours of rows n, n + 8 at k, k + 8."""
+    high, wide = len(matrix), len(matrix[0])
+    tiles = (
+        [(r, c) for c in range(0, wide, 16) for r in range(0, high, 16)]
+        if down
+        else [(r, c) for r in range(0, high, 16) for c in range(0, wide, 16)]
+    )
+    order = []
+    for row, column in tiles:
+        for lane in range(32):
+            for half_n in (0, 8):
+                for half_k in (0, 8):
+                    here = row + lane // 4 + half_n, column + lane % 4 * 2 + half_k
+                    order += [matrix[here[0]][here[1]], matrix[here[0]][here[1] + 1]]
+    return order
+
+
+SIZES = [(128, 128), (256, 192 + 64), (384, 128)]
+
+
+@pytest.mark.parametrize(("n", "k"), SIZES)
+def test_codes_are_read_where_the_layout_puts_them(n, k):
+    codes = drawn(n, k, below=16)
+    packed = torch.frombuffer(code_bytes(codes), dtype=torch.int8).reshape(n, k // 2)
+    assert torch.equal(packing.unpack_codes(packed), torch.tensor(codes, dtype=torch.uint8))
+    assert torch.equal(packing.pack_codes(torch.tensor(codes)), packed)
+
+
+@pytest.mark.parametrize(("n", "k"), SIZES)
+def test_scales_of_64_are_read_where_the_layout_puts_them(n, k):
+    rows = drawn(n, k // 64, below=256)
+    packed = torch.tensor(scale_order(rows), dtype=torch.bfloat16).reshape(k // 64, n)
+    assert torch.equal(packing.unpack_scales(packed), torch.tensor(rows, dtype=torch.bfloat16))
+    assert torch.equal(packing.pack_scales(torch.tensor(rows, dtype=torch.bfloat16)), packed)
+
+
+@pytest.mark.parametrize(("n", "k"), SIZES)
+def test_scales_of_16_are_read_where_the_layout_puts_them(n, k):
+    rows = drawn(n, k // 16, below=127)
+    packed = torch.tensor(micro_scale_order(rows), dtype=torch.uint8).view(torch.float8_e4m3fn).reshape(k // 16, n)
+    plain = torch.tensor(rows, dtype=torch.uint8)
+    assert torch.equal(packing.unpack_micro_scales(packed).view(torch.uint8), plain)
+    repacked = packing.pack_micro_scales(plain.view(torch.float8_e4m3fn))
+    assert torch.equal(repacked.view(torch.uint8), packed.view(torch.uint8))
+    order = micro_scale_order([[place] * 4 for place in range(128)])
+    assert order[: 4 * len(MICRO_WORDS) : 4] == MICRO_WORDS
+
+
+def test_vectors_are_read_in_the_order_of_the_lanes():
+    vector = list(range(256))
+    packed = torch.tensor(scale_order([[value] for value in vector]), dtype=torch.float32)
+    assert packed[:8].tolist() == [0, 1, 8, 9, 2, 3, 10, 11]
+    assert packing.unpack_vector(packed).tolist() == vector
+    assert torch.equal(packing.pack_vector(torch.arange(256.0)), packed)
+
+
+@pytest.mark.parametrize("rank", [16, 32, 48])
+def test_low_rank_matrices_are_read_where_the_layout_puts_them(rank):
+    up, down = drawn(128, rank, below=256), drawn(rank, 256, below=256, seed=1)
+    packed_up = torch.tensor(low_rank_order(up, down=False), dtype=torch.bfloat16).reshape(128, rank)
+    packed_down = torch.tensor(low_rank_order(down, down=True), dtype=torch.bfloat16).reshape(256, rank)
+    assert torch.equal(packing.unpack_up(packed_up), torch.tensor(up, dtype=torch.bfloat16))
+    assert torch.equal(packing.unpack_down(packed_down), torch.tensor(down, dtype=torch.bfloat16))
+    assert torch.equal(packing.pack_up(torch.tensor(up, dtype=torch.bfloat16)), packed_up)
+    assert torch.equal(packing.pack_down(torch.tensor(down, dtype=torch.bfloat16)), packed_down)
+
+
+UPSTREAM = {
+    "codes": "54370a7ff9c7079a",
+    "scales": "84d63b05caeebc78",
+    "micro scales": "13a64c816bb04ee4",
+    "vector": "ba2397c644fd6625",
+    "up": "3e5c6f4f47dd79b3",
+    "down": "30e037f21ca14a3f",
+}
+"""The first half of the SHA-256 of what Nunchaku's own packer (commit 3a3cc3d) makes of the numbers below."""
+
+
+def test_what_is_packed_is_byte_for_byte_what_nunchaku_packs():
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.tensor(drawn(*shape, below=256), dtype=torch.bfloat16)
+
+    micro_scales = torch.tensor(drawn(256, 8, below=127), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    packed = {
+        "codes": packing.pack_codes(torch.tensor(drawn(256, 128, below=16))),
+        "scales": packing.pack_scales(numbers(256, 2)),
+        "micro scales": packing.pack_micro_scales(micro_scales),
+        "vector": packing.pack_vector(numbers(256, 1).flatten()),
+        "up": packing.pack_up(numbers(256, 32)),
+        "down": packing.pack_down(numbers(32, 256)),
+    }
+    hashes = {
+        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+        for name, tensor in packed.items()
+    }
+    assert hashes == UPSTREAM
+
+
+def test_codes_stand_for_the_published_numbers():
+    codes = torch.arange(16, dtype=torch.uint8)
+    integers = [0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1]
+    floats = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    assert code_values(codes, INT4).tolist() == integers
+    assert code_values(codes, NVFP4).tolist() == floats
+    assert value_codes(torch.tensor(integers), INT4).tolist() == codes.tolist()
+    assert value_codes(torch.tensor(floats), NVFP4).tolist() == [*range(8), 0, *range(9, 16)]
+
+
+def test_a_float_between_two_codes_goes_to_the_even_one():
+    between = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, -0.75, 0.26, 2.51])
+    assert round_e2m1(between).tolist() == [0, 1, 1, 2, 2, 4, 4, 6, -1, 0.5, 3]
+
+
+# Shards -------------------------------------------------------------------------------------------------------------
+
+
+def plain_tensors(packing_: Packing) -> dict[str, torch.Tensor]:
+    """Drawn numbers for each tensor in plain form, all different enough to be told apart."""
+    n, k, form = packing_.n, packing_.k, packing_.form
+    generator = torch.Generator().manual_seed(5)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randint(1, 256, shape, generator=generator).to(torch.bfloat16)
+
+    groups = -(-k // form.group)
+    scales = torch.randint(1, 120, (n, groups), generator=generator, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return {
+        "qweight": torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8),
+        "wscales": scales if form.is_float else numbers(n, groups),
+        "proj_up": numbers(n, RANK),
+        "proj_down": numbers(RANK, k),
+        "smooth_factor": numbers(k),
+        "bias": numbers(n),
+        "wcscales": numbers(n),
+    }
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    bits = torch.uint8 if one.element_size() == 1 else torch.int16
+    return one.shape == other.shape and torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
+
+
+@pytest.mark.parametrize("form", [INT4, NVFP4], ids=["int4", "nvfp4"])
+@pytest.mark.parametrize(("n", "k"), [(128, 128), (200, 192), (130, 320)])
+def test_padding_comes_and_goes(n, k, form):
+    packing_ = Packing(n, k, RANK, form)
+    for leaf, tensor in plain_tensors(packing_).items():
+        packed = packing_.packed(leaf, tensor)
+        assert tuple(packed.shape) == packing_.shape(leaf)
+        assert packed.shape[0] % 128 == 0 or leaf == "wscales"
+        assert same(packing_.plain(leaf, packed), tensor), leaf
+
+
+def spans(size: int, degree: int, rank: int, blocks: int) -> tuple[slice, ...]:
+    part, block = size // blocks // degree, size // blocks
+    return tuple(slice(i * block + rank * part, i * block + (rank + 1) * part) for i in range(blocks))
+
+
+@pytest.mark.parametrize("form", [INT4, NVFP4], ids=["int4", "nvfp4"])
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("dim", ["n", "k"])
+@pytest.mark.parametrize("degree", [2, 3, 4])
+def test_a_packed_part_is_the_part_of_the_unpacked(degree, dim, blocks, form, monkeypatch):
+    """Whole tiles, fused thirds too: nothing is unpacked on the way."""
+    long, short = 128 * degree * blocks, 256
+    full = Packing(*((long, short) if dim == "n" else (short, long)), RANK, form)
+    tensors = plain_tensors(full)
+    packed = {leaf: full.packed(leaf, tensor) for leaf, tensor in tensors.items()}
+    for rank in range(degree):
+        own = spans(long, degree, rank, blocks)
+        places = torch.cat([torch.arange(span.start, span.stop) for span in own])
+        for leaf, tensor in tensors.items():
+            cut = PackedCut(leaf, full, *((own, every(short)) if dim == "n" else (every(short), own)))
+            with monkeypatch.context() as patched:
+                for name in vars(packing):
+                    if name.startswith("unpack"):
+                        patched.setattr(packing, name, None)
+                part = cut.take(packed[leaf])
+            layout = full.layout(leaf)
+            axis, unit = (layout.n, 1) if dim == "n" else (layout.k, layout.group)
+            expected = tensor if axis is None else tensor.index_select(axis, places[::unit] // unit)
+            assert same(cut.local.plain(leaf, part), expected), leaf
+
+
+@pytest.mark.parametrize("form", [INT4, NVFP4], ids=["int4", "nvfp4"])
+@pytest.mark.parametrize(("n_part", "k_part"), [(32, 64), (96, 64), (40, 192)])
+def test_parts_that_end_within_a_tile_have_the_same_numbers(n_part, k_part, form):
+    full = Packing(n_part * 3, k_part * 3, RANK, form)
+    for leaf, tensor in plain_tensors(full).items():
+        rows, columns = (slice(n_part, 2 * n_part),), (slice(2 * k_part, 3 * k_part),)
+        cut = PackedCut(leaf, full, rows, columns)
+        part, layout = cut.take(full.packed(leaf, tensor)), full.layout(leaf)
+        if layout.n is not None:
+            tensor = tensor.narrow(layout.n, n_part, n_part)
+        if layout.k is not None:
+            tensor = tensor.narrow(layout.k, 2 * k_part // layout.group, k_part // layout.group)
+        assert tuple(part.shape) == cut.local.shape(leaf)
+        assert same(cut.local.plain(leaf, part), tensor), leaf
+
+
+def test_a_cut_through_a_group_of_inputs_is_refused():
+    with pytest.raises(ValueError, match="32 to 64 are no groups of 64"):
+        PackedCut("qweight", Packing(128, 128, RANK, INT4), every(128), (slice(32, 64),))
