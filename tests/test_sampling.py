@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
+import torchsde
 
 from runtime import sampling
+from runtime.sampling.brownian import BrownianMotion
 from runtime.sampling.latents import scale_noise, unscale_noise
-from runtime.sampling.noise import brownian_noise, brownian_noise_gpu, step_noise
+from runtime.sampling.noise import brownian_noise, step_noise
 from runtime.settings import SAMPLER_NAMES, SCHEDULER_NAMES
 
 TABLE = sampling.FlowTable(shift=3.0)
@@ -67,21 +71,34 @@ def test_batch_index_picks_the_noise_of_a_larger_batch():
 
 def test_noise_between_steps_differs_from_the_starting_noise():
     x = torch.zeros(SHAPE)
-    between = step_noise(x, torch.tensor([1.0, 0.0]), seed=7)
+    between = step_noise(x, torch.tensor([1.0, 0.0]), highest=1.0, seed=7)
     first, second = between(None, None), between(None, None)
     assert not torch.equal(first, sampling.draw_noise(SHAPE, seed=7)) and not torch.equal(first, second)
-    step_noise(x, torch.tensor([1.0, 0.0]), seed=2**64 - 1)
+    step_noise(x, torch.tensor([1.0, 0.0]), highest=1.0, seed=2**64 - 1)
 
 
 def test_brownian_noise_is_one_motion_for_every_number_of_steps():
     sigmas = torch.tensor([1.0, 0.7, 0.4, 0.1, 0.0])
-    between = brownian_noise(torch.zeros(SHAPE), sigmas, seed=7)
+    between = brownian_noise(torch.zeros(SHAPE), sigmas, highest=1.0, seed=7)
     high, middle, low = sigmas[1:4]
     whole = between(high, low) * (high - low) ** 0.5
     parts = between(high, middle) * (high - middle) ** 0.5 + between(middle, low) * (middle - low) ** 0.5
     assert torch.allclose(whole, parts, atol=1e-5) and float(between(high, low).std()) == pytest.approx(1, abs=0.1)
-    assert torch.equal(between(high, low), brownian_noise_gpu(torch.zeros(SHAPE), sigmas, seed=7)(high, low))
-    brownian_noise(torch.zeros(SHAPE), sigmas, seed=2**64 - 1)(high, low)
+    where_x_is = brownian_noise(torch.zeros(SHAPE), sigmas, highest=1.0, seed=7, on_cpu=False)
+    assert torch.equal(between(high, low), where_x_is(high, low))
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32 + 7, 2**64 - 1])
+def test_brownian_motion_is_torchsdes_to_the_bit(seed):
+    like, grid = torch.zeros(2, 3, 5), torch.rand(40, generator=torch.Generator().manual_seed(seed % 97)).tolist()
+    for lowest, highest in ((0.003, 1.0), (0.0301234567, 0.99940001), (1e-6, 0.4)):
+        theirs = torchsde.BrownianTree(lowest, like, highest, entropy=seed)
+        ours = BrownianMotion(lowest, highest, like=like, seed=seed)
+        places = [lowest, highest, *(lowest + part * (highest - lowest) for part in grid)]
+        ends = [*pairwise(sorted(places, reverse=True)), *pairwise(places), (highest, lowest)]
+        for one, other in ends:
+            low, high = (min(max(at, round(lowest, 6)), round(highest, 6)) for at in sorted((one, other)))
+            assert torch.equal(ours.increment(low, high), theirs(low, high)), (lowest, highest, low, high)
 
 
 def test_empty_latent_takes_the_models_shape():

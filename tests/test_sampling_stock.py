@@ -161,5 +161,5 @@ def sample_analytic(case: dict, *, cpu_noise_offset: int) -> torch.Tensor:
 
 def test_noise_between_steps_starts_where_comfyuis_does(stock):
     offset = int(stock["step_seed_offset"])
-    drawn = step_noise(torch.zeros(4), torch.tensor([1.0, 0.0]), seed=0, cpu_offset=offset)(None, None)
+    drawn = step_noise(torch.zeros(4), torch.tensor([1.0, 0.0]), highest=1.0, seed=0, cpu_offset=offset)(None, None)
     assert torch.equal(drawn, torch.randn(4, generator=torch.Generator().manual_seed(offset)))

@@ -17,12 +17,10 @@ from ..sampling import SAMPLERS, FlowTable, draw_noise, make_sigmas, run_sampler
 from ..sampling.noise import step_noise
 
 FORWARD_SECONDS = 0.5
-"""The forward pass that the cost is held against."""
+"""The forward pass that the cost is held against. The stand-in takes it where noise is drawn while the model works."""
 LATENT = (1, 16, 1, 128, 128)
 """A picture of 1024 x 1024."""
 STEPS, ROUNDS = 8, 3
-WAIT_SECONDS = 0.1
-"""What the stand-in takes for samplers whose noise is drawn while the model works."""
 CFG = 5.0
 
 
@@ -57,7 +55,7 @@ def described(figures: dict[str, dict[str, float]]) -> str:
 
 def _seconds_around_forward(sampler_name: str) -> float:
     """Median over rounds of the time that one model call has around it."""
-    stub = Stub(0.0 if SAMPLERS[sampler_name].make_noise is step_noise else WAIT_SECONDS)
+    stub = Stub(0.0 if SAMPLERS[sampler_name].make_noise is step_noise else FORWARD_SECONDS)
     predict = Predictor(stub, WAN, dtype=torch.float32)
     prompt = Entry(Conditioning(embedding=torch.randn(1, WAN.text_length, WAN.tiny["text_dim"])))
     table = FlowTable(shift=WAN.shift)

@@ -44,10 +44,10 @@ def run_sampler(
     if mask is not None:
         kept = draw_noise(noise.shape, seed=(seed + 1) % (1 << 64)).to(noise) if sampler.renoises_anew else noise
         denoise = MaskedDenoise(denoise, mask, noise=kept, latent=latent)
-    between = sampler.make_noise(x, sigmas, seed=seed, cpu_offset=cpu_noise_offset)
-    end = sigmas[-1]
+    highest, end = float(sigmas.max()), sigmas[-1]
     if sampler.starts_below_1 and sigmas[0] >= 1:
         sigmas = torch.cat([sigmas.new_tensor([table.percent_to_sigma(NEARLY_START)]), sigmas[1:]])
+    between = sampler.make_noise(x, sigmas, highest=highest, seed=seed, cpu_offset=cpu_noise_offset)
     knobs = {name: table.percent_to_sigma(percent) for name, percent in sampler.percents.items()}
     watched = _Watched(denoise, progress, check)
     x = sampler.loop(watched, x, sigmas, progress=watched.report, noise=between, **knobs)

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from typing import Protocol
 
 import torch
-import torchsde
+
+from .brownian import BrownianMotion
 
 StepNoise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`(sigma, sigma_next) -> noise` of the latent's shape; every call draws anew."""
 
 
 Step = tuple[float, float]
-DIGITS = 6
-"""What torchsde rounds the ends of a tree to; beyond them it knows nothing, and says so."""
+Strides = Callable[[torch.Tensor, torch.Tensor], Iterable[tuple[torch.Tensor, torch.Tensor]]]
+"""`(sigma, following) -> the (sigma, sigma_next)` that a step draws noise for, in order."""
 
 
 class MakeNoise(Protocol):
-    """The noise between the steps of one run, for latents like `x` and the sigmas of its schedule."""
+    """The noise between the steps of one run, for latents like `x` and the sigmas that the sampler walks.
 
-    def __call__(self, x: torch.Tensor, sigmas: torch.Tensor, *, seed: int, cpu_offset: int = 1) -> StepNoise: ...
+    `highest` is the sigma of the schedule that the walk begins at or a little below.
+    """
+
+    def __call__(
+        self, x: torch.Tensor, sigmas: torch.Tensor, *, highest: float, seed: int, cpu_offset: int = 1
+    ) -> StepNoise: ...
 
 
 def draw_noise(
@@ -42,7 +48,7 @@ def draw_noise(
     return torch.cat([drawn[index] for index in batch_index]).to(dtype)
 
 
-def step_noise(x: torch.Tensor, sigmas: torch.Tensor, *, seed: int, cpu_offset: int = 1) -> StepNoise:
+def step_noise(x: torch.Tensor, sigmas: torch.Tensor, *, highest: float, seed: int, cpu_offset: int = 1) -> StepNoise:
     """Independent noise between steps, drawn where `x` is.
 
     On a CPU, ComfyUI from 0.7 on adds 1 to the seed, since the first draw would be the starting noise once more; before
@@ -54,48 +60,56 @@ def step_noise(x: torch.Tensor, sigmas: torch.Tensor, *, seed: int, cpu_offset: 
     return lambda sigma, sigma_next: torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
 
 
-def brownian_noise(x: torch.Tensor, sigmas: torch.Tensor, *, seed: int, cpu_offset: int = 1) -> StepNoise:
-    """Increments of one Brownian motion over sigma, drawn on the CPU: the same for every number of steps."""
-    return BrownianNoise(torch.zeros_like(x, device="cpu"), sigmas, seed=seed, device=x.device)
+def one_stride(sigma: torch.Tensor, following: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Of a sampler that draws once a step, for all of it."""
+    yield sigma, following
 
 
-def brownian_noise_gpu(x: torch.Tensor, sigmas: torch.Tensor, *, seed: int, cpu_offset: int = 1) -> StepNoise:
-    """The same, drawn where `x` is: other numbers on a GPU, and the same on a CPU."""
-    return BrownianNoise(torch.zeros_like(x), sigmas, seed=seed, device=x.device)
+def brownian_noise(
+    x: torch.Tensor,
+    sigmas: torch.Tensor,
+    *,
+    highest: float,
+    seed: int,
+    cpu_offset: int = 1,
+    strides: Strides = one_stride,
+    on_cpu: bool = True,
+) -> StepNoise:
+    """Increments of one Brownian motion over sigma, scaled to spread 1: the same motion for every number of steps.
+
+    It spans the lowest sigma above 0 to the highest. Drawn `on_cpu`, or where `x` is: other numbers on a GPU, and the
+    same on a CPU.
+    """
+    like = torch.zeros_like(x, device="cpu") if on_cpu else torch.zeros_like(x)
+    steps = [(float(start), float(end)) for pair in pairwise(sigmas) if min(pair) > 0 for start, end in strides(*pair)]
+    lowest = min(level for level in (highest, *sigmas.tolist()) if level > 0)
+    motion = BrownianMotion(lowest, highest, like=like, seed=seed)
+    return NoiseAhead(motion, steps, device=x.device)
 
 
-class BrownianNoise:
-    """ComfyUI's use of torchsde: a tree from the lowest sigma above 0 to the highest, its increments scaled to spread 1.
+class NoiseAhead:
+    """The increments of a motion, of which the next one is drawn by a thread while the model works.
 
-    An increment takes some twenty draws of the latent's size. So that of the step to come is drawn by a thread while the
-    model works on this one; the tree gives the same numbers in whatever order it is asked.
+    An increment takes some twenty draws of the latent's size. The motion is the same in whatever order it is asked, so
+    a step that was not foreseen costs time and nothing else.
     """
 
-    def __init__(self, start: torch.Tensor, sigmas: torch.Tensor, *, seed: int, device: torch.device) -> None:
-        levels = [level for level in sigmas.tolist() if level > 0]
-        self._tree = torchsde.BrownianTree(min(levels), start, max(levels), entropy=seed)
-        self._ends = round(min(levels), DIGITS), round(max(levels), DIGITS)
-        self._device, self._thread = device, ThreadPoolExecutor(max_workers=1)
-        self._following = dict(pairwise(levels))
-        self._begun: dict[Step, Future[torch.Tensor]] = {}
+    def __init__(self, motion: BrownianMotion, steps: Iterable[Step], *, device: torch.device) -> None:
+        self._motion, self._steps, self._device = motion, iter(steps), device
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._ahead = self._begin(next(self._steps, None))
 
     def __call__(self, sigma: torch.Tensor, sigma_next: torch.Tensor) -> torch.Tensor:
         """The increment from one sigma to another, over the root of their distance."""
-        step = float(sigma), float(sigma_next)
-        increment = self._begin(step)
-        del self._begun[step]
-        for level in reversed(step):
-            if level in self._following:
-                self._begin((level, self._following[level]))
-                break
-        return increment.result().to(self._device) / (sigma_next - sigma).abs().sqrt()
+        asked, (step, drawn) = (float(sigma), float(sigma_next)), self._ahead
+        if step != asked:
+            drawn = self._thread.submit(self._increment, asked)
+        self._ahead = self._begin(next(self._steps, None))
+        return drawn.result().to(self._device) / (sigma_next - sigma).abs().sqrt()
 
-    def _begin(self, step: Step) -> Future[torch.Tensor]:
-        if step not in self._begun:
-            self._begun[step] = self._thread.submit(self._increment, *step)
-        return self._begun[step]
+    def _begin(self, step: Step | None) -> tuple[Step | None, Future[torch.Tensor] | None]:
+        return step, None if step is None else self._thread.submit(self._increment, step)
 
-    def _increment(self, sigma: float, sigma_next: float) -> torch.Tensor:
-        low, high = (min(max(level, self._ends[0]), self._ends[1]) for level in sorted((sigma, sigma_next)))
-        increment = self._tree(low, high)
-        return increment if sigma < sigma_next else -increment
+    def _increment(self, step: Step) -> torch.Tensor:
+        increment = self._motion.increment(min(step), max(step))
+        return increment if step[0] < step[1] else -increment

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..noise import brownian_noise, brownian_noise_gpu
+from ..noise import brownian_noise
 from .base import Denoise, ReportStep, Sampler
 from .dpm import dpm_2, dpm_2_ancestral, dpm_adaptive, dpm_fast
 from .dpmpp import dpmpp_2m, dpmpp_2m_cfg_pp, dpmpp_2s_ancestral, dpmpp_2s_ancestral_cfg_pp
-from .dpmpp_sde import dpmpp_2m_sde, dpmpp_3m_sde, dpmpp_sde
+from .dpmpp_sde import dpmpp_2m_sde, dpmpp_3m_sde, dpmpp_sde, two_strides
 from .euler import ddpm, euler, euler_ancestral, euler_cfg_pp, gradient_estimation, gradient_estimation_cfg_pp, lcm
 from .heun import heun, heunpp2
 from .multistep import deis, ipndm, ipndm_v, lms
@@ -20,7 +20,7 @@ from .unipc import bh1, bh2, uni_pc
 __all__ = ["SAMPLERS", "Denoise", "ReportStep", "Sampler"]
 
 BROWNIAN = {"make_noise": brownian_noise, "starts_below_1": True}
-BROWNIAN_GPU = BROWNIAN | {"make_noise": brownian_noise_gpu}
+BROWNIAN_GPU = BROWNIAN | {"make_noise": partial(brownian_noise, on_cpu=False)}
 UNIPC = {"drops_penultimate": True, "end_sigma": 0.001}
 NOISY_PART = {"noisy_from": 0.2, "noisy_to": 0.8}
 
@@ -40,8 +40,10 @@ SAMPLERS: dict[str, Sampler] = {
     "dpm_adaptive": Sampler(dpm_adaptive),
     "dpmpp_2s_ancestral": Sampler(dpmpp_2s_ancestral),
     "dpmpp_2s_ancestral_cfg_pp": Sampler(dpmpp_2s_ancestral_cfg_pp, negative=True),
-    "dpmpp_sde": Sampler(dpmpp_sde, **BROWNIAN),
-    "dpmpp_sde_gpu": Sampler(dpmpp_sde, **BROWNIAN_GPU),
+    "dpmpp_sde": Sampler(dpmpp_sde, make_noise=partial(brownian_noise, strides=two_strides), starts_below_1=True),
+    "dpmpp_sde_gpu": Sampler(
+        dpmpp_sde, make_noise=partial(brownian_noise, strides=two_strides, on_cpu=False), starts_below_1=True
+    ),
     "dpmpp_2m": Sampler(dpmpp_2m),
     "dpmpp_2m_cfg_pp": Sampler(dpmpp_2m_cfg_pp, negative=True),
     "dpmpp_2m_sde": Sampler(dpmpp_2m_sde, **BROWNIAN),

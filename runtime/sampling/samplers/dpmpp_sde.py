@@ -20,11 +20,22 @@ def dpmpp_sde(denoise: Denoise, x: Tensor, sigmas: Tensor, *, progress: ReportSt
         progress(step, total, denoised)
         if following == 0:
             return denoised
-        start, target = Level.of(sigma), Level.of(following)
-        middle = Level.at(start.half_log_snr + 0.5 * (target.half_log_snr - start.half_log_snr))
+        start, middle, target = _levels(sigma, following)
         halfway = _noisy_step(x, denoised, start, middle, noise)
         x = _noisy_step(x, denoise(halfway, middle.sigma), start, target, noise)
     return x
+
+
+def two_strides(sigma: Tensor, following: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """What `dpmpp_sde` draws noise for in a step: the way to its middle, then all of it."""
+    start, middle, target = _levels(sigma, following)
+    return (start.sigma, middle.sigma), (start.sigma, target.sigma)
+
+
+def _levels(sigma: Tensor, following: Tensor) -> tuple[Level, Level, Level]:
+    """Start, middle and end of a step, in half log-SNR."""
+    start, target = Level.of(sigma), Level.of(following)
+    return start, Level.at(start.half_log_snr + 0.5 * (target.half_log_snr - start.half_log_snr)), target
 
 
 def _noisy_step(x: Tensor, denoised: Tensor, start: Level, target: Level, noise: StepNoise) -> Tensor:
