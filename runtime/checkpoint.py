@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import diffusers
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from .configuration import building, check_values
 from .errors import Refused
 from .inspection import ModelFacts
 from .linear import LocalPart, local_part
@@ -31,11 +33,12 @@ Shapes = Mapping[str, torch.Size]
 def build_transformer(facts: ModelFacts) -> tuple[nn.Module, Shapes]:
     """The class without weights, and with the tables that it computes for itself; and what it is to be filled with."""
     family = facts.spec
-    try:
-        with torch.device("meta"):
-            model = getattr(diffusers, family.transformer_class)(**facts.config)
-    except (TypeError, ValueError) as error:
-        raise Refused(f"{facts.name} has a configuration that {family.transformer_class} refuses: {error}") from error
+    model_class = getattr(diffusers, family.transformer_class)
+    if facts.sources:
+        tensors = sum(len(source.names) for source in facts.sources)
+        check_values(facts.config, model_class, tensors=tensors, where=_config_of(facts))
+    with building(model_class, where=_config_of(facts)):
+        model = model_class(**facts.config)
     for table in family.rebuilt:
         arguments = {argument: model.config[key] for argument, key in table.arguments}
         module = model.get_submodule(table.module)
@@ -45,6 +48,15 @@ def build_transformer(facts: ModelFacts) -> tuple[nn.Module, Shapes]:
         model.set_submodule(name, TimestepWaves(model.config[width]))
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     return model.eval().requires_grad_(False), _as_stored(shapes, facts.stored)
+
+
+def _config_of(facts: ModelFacts) -> Path | str:
+    """What says the configuration: a file beside the weights, or the weights themselves."""
+    if not facts.sources:
+        return facts.name
+    weights = facts.sources[0].path
+    config = weights.parent / "config.json"
+    return config if config.is_file() else weights
 
 
 def _as_stored(shapes: Shapes, stored: Mapping[str, Stored]) -> Shapes:

@@ -164,7 +164,14 @@ def _transformer_folder(path: Path) -> ModelFacts:
         if type(config.get(key)) is not int or config[key] < 1:
             raise Refused(f"{path / 'config.json'} does not say {key}: the file is damaged, download it again")
     headers = {file: read_header(file) for file in _weight_files(path)}
-    _refuse_formats(path, {name: entry for header in headers.values() for name, entry in header.items()})
+    entries = {name: entry for header in headers.values() for name, entry in header.items()}
+    _refuse_formats(path, entries)
+    width = config[family.heads] * config[family.head_dim]
+    if not any(width in entry.shape for entry in entries.values()):
+        raise Refused(
+            f"{path / 'config.json'} says {family.heads} {config[family.heads]} and {family.head_dim} "
+            f"{config[family.head_dim]}, but no tensor is {width} wide: the file is damaged, download it again"
+        )
     sources = tuple(Source(file, {name: name for name in header}) for file, header in headers.items())
     shapes = {name: entry.shape for header in headers.values() for name, entry in header.items()}
     return _facts(family, config, sources=sources, shapes=shapes)

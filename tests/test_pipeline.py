@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -316,3 +317,53 @@ def test_a_part_that_is_something_else_or_incomplete_is_refused(folder, tmp_path
         pipeline = load("random:wan", text_encoder=str(path))
         with pytest.raises(Refused, match=words):
             pipeline.encode_text("red", progress=ignore_progress)
+
+
+def change(**values: object) -> Callable[[Path], None]:
+    """Changes values of a JSON file."""
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def cut(path: Path) -> None:
+    """Loses the second half of a file, as a download that stopped."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGE = [
+    ("text_encoder/model.safetensors", cut, "cut short"),
+    ("text_encoder/model.safetensors", lambda path: path.write_text("nonsense " * 9), "but a text file"),
+    ("text_encoder/config.json", change(d_ff=-1), "negative dimension"),
+    ("text_encoder/config.json", change(d_ff=1), "has shape"),
+    ("text_encoder/config.json", change(num_layers="two"), "num_layers"),
+    ("text_encoder/config.json", change(num_layers=10**30), "num_layers is '1000"),
+    ("text_encoder/config.json", change(num_layers=0), "has unknown encoder.block.0"),
+    ("text_encoder/config.json", change(dense_act_fn="sine"), "refuses it .KeyError: 'sine'"),
+    ("tokenizer/tokenizer.json", change(model={}), "holds no tokenizer"),
+    ("tokenizer/tokenizer_config.json", change(model_max_length="long"), "holds no tokenizer"),
+    ("tokenizer/tokenizer_config.json", change(pad_token="a word too many"), "words, but the encoder .* knows"),
+    ("vae/diffusion_pytorch_model.safetensors", cut, "cut short"),
+    ("vae/config.json", change(base_dim="eight"), "base_dim is 'eight'"),
+    ("vae/config.json", change(dim_mult=[]), "refuses it"),
+    ("vae/config.json", change(z_dim=7), "has shape"),
+    ("vae/config.json", change(patch_size=0), "patch_size is '0'"),
+    ("vae/config.json", change(scale_factor_spatial=[]), "scale_factor_spatial"),
+    ("transformer/config.json", change(ffn_dim=-1), "ffn_dim is '-1'"),
+    ("transformer/config.json", change(eps="small"), "eps is 'small'"),
+    ("transformer/config.json", change(rope_max_seq_len=10**12), "rope_max_seq_len is"),
+    ("transformer/config.json", change(num_layers=10**30), "num_layers is"),
+    ("transformer/config.json", change(attention_head_dim=10**9), "no tensor is 2000000000 wide"),
+    ("transformer/config.json", change(patch_size=3), "refuses it"),
+    ("transformer/config.json", change(from_next_year=1), "unexpected keyword argument 'from_next_year'"),
+]
+
+
+@pytest.mark.parametrize(("file", "damage", "words"), DAMAGE)
+def test_a_damaged_part_is_refused_by_the_name_of_its_file(folder, tmp_path, file, damage, words):
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    damage(copy / file)
+    with pytest.raises(Refused, match=f"(?s)(?=.*{words})(?=.*(ownload|use the two))") as refusal:
+        damaged = load(copy)
+        damaged.encode_text("red", progress=ignore_progress)
+        damaged.decode(torch.zeros(1, 16, 1, 4, 4), progress=ignore_progress)
+    assert str(copy / file.split("/")[0]) in str(refusal.value)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoTokenizer, UMT5EncoderModel
+from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 from transformers.utils.logging import disable_progress_bar
 
+from ..configuration import load_folder
 from ..errors import Refused
 from ..inspection import read_json
 from ..progress import ReportProgress
@@ -20,8 +22,7 @@ class TextEncoder:
     """A text encoder that stays in host memory and visits `device` for each prompt."""
 
     def __init__(self, tokenizer: AutoTokenizer, model: UMT5EncoderModel, *, length: int, device: torch.device) -> None:
-        self._tokenizer, self._model, self._device = tokenizer, model, device
-        self._length = min(length, tokenizer.model_max_length)
+        self._tokenizer, self._model, self._device, self._length = tokenizer, model, device, length
 
     @classmethod
     def load(
@@ -29,10 +30,12 @@ class TextEncoder:
     ) -> TextEncoder:
         """From the folders of the encoder and its tokenizer. Raises `Refused` when they do not hold what they should."""
         model = _model(folder, dtype=dtype)
-        try:
-            words = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise Refused(f"{tokenizer} holds no tokenizer that can be loaded: {error}") from error
+        words, length = _tokenizer(tokenizer, length=length)
+        if len(words) > model.config.vocab_size:
+            raise Refused(
+                f"{tokenizer} has {len(words)} words, but the encoder {folder} knows {model.config.vocab_size}: use the two "
+                f"of one model"
+            )
         return cls(words, model.eval().requires_grad_(False), length=length, device=device)
 
     @torch.inference_mode()
@@ -51,18 +54,24 @@ class TextEncoder:
         return Conditioning(embedding=embedding)
 
 
-def _model(folder: Path, *, dtype: torch.dtype) -> UMT5EncoderModel:
-    wanted = UMT5EncoderModel.__name__
-    kinds = read_json(folder / "config.json").get("architectures") or ["nothing"]
-    if wanted not in kinds:
-        raise Refused(f"{folder} holds {kinds[0]}, but the text encoder must be a {wanted}")
-    disable_progress_bar()
+def _tokenizer(folder: Path, *, length: int) -> tuple[AutoTokenizer, int]:
+    """The tokenizer, and to how many tokens it fills a prompt up: `length` at most."""
     try:
-        model, report = UMT5EncoderModel.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
-        )
-    except (OSError, ValueError) as error:
-        raise Refused(f"{folder} holds no text encoder that can be loaded: {error}") from error
-    if report["missing_keys"]:
-        raise Refused(f"{folder} lacks {', '.join(sorted(report['missing_keys'])[:5])}: download it again")
-    return model
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        length = min(length, tokenizer.model_max_length)
+        tokenizer([""], padding="max_length", max_length=length)
+    except Exception as error:  # what `tokenizers` raises on a damaged file is an Exception and nothing narrower
+        raise Refused(f"{folder} holds no tokenizer that can be loaded ({error}): download it again") from error
+    return tokenizer, length
+
+
+def _model(folder: Path, *, dtype: torch.dtype) -> UMT5EncoderModel:
+    wanted, kinds = UMT5EncoderModel.__name__, read_json(folder / "config.json").get("architectures")
+    if not isinstance(kinds, list) or wanted not in kinds:
+        raise Refused(f"{folder} holds {kinds or 'nothing'}, but the text encoder must be a {wanted}")
+    disable_progress_bar()
+    return load_folder(UMT5EncoderModel, folder, build=_without_weights, dtype=dtype)
+
+
+def _without_weights(config: dict[str, Any]) -> UMT5EncoderModel:
+    return UMT5EncoderModel(UMT5Config.from_dict(config))

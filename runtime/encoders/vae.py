@@ -11,6 +11,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from safetensors.torch import load_file
 
+from ..configuration import load_folder
 from ..errors import Refused
 from ..inspection import read_json
 from ..progress import ReportProgress
@@ -88,15 +89,7 @@ def _from_folder(path: Path) -> AutoencoderKLWan:
     kind = read_json(path / "config.json").get("_class_name")
     if kind != AutoencoderKLWan.__name__:
         raise Refused(f"{path} holds a VAE of another kind ({kind}): Wan needs an {AutoencoderKLWan.__name__}")
-    try:
-        model, report = AutoencoderKLWan.from_pretrained(
-            path, torch_dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
-        )
-    except (OSError, ValueError) as error:
-        raise Refused(f"{path} holds no Wan VAE that can be loaded: {error}") from error
-    if report["missing_keys"]:
-        raise Refused(f"{path} lacks {', '.join(sorted(report['missing_keys'])[:5])}: download it again")
-    return model
+    return load_folder(AutoencoderKLWan, path, build=AutoencoderKLWan.from_config, torch_dtype=torch.float32)
 
 
 def _from_file(path: Path) -> AutoencoderKLWan:
