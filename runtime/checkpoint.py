@@ -15,6 +15,7 @@ from .errors import Refused
 from .inspection import ModelFacts
 from .linear import LocalPart, local_part
 from .parallel.shares import WHOLE
+from .positions import CentredPositions
 from .progress import ReportProgress
 from .stored import Stored
 from .timesteps import TimestepWaves
@@ -24,6 +25,7 @@ REPORTS = 50
 """At most so many progress reports (and chances to cancel) in a load."""
 NAMED = 5
 RANDOM_SEED = 0
+STAND_INS = {"timestep waves": TimestepWaves, "centred positions": CentredPositions}
 
 
 Shapes = Mapping[str, torch.Size]
@@ -41,11 +43,8 @@ def build_transformer(facts: ModelFacts) -> tuple[nn.Module, Shapes]:
         model = model_class(**facts.config)
     for table in family.rebuilt:
         arguments = {argument: model.config[key] for argument, key in table.arguments}
-        module = model.get_submodule(table.module)
-        model.set_submodule(table.module, type(module)(**arguments))
-    if family.timestep_waves:
-        name, width = family.timestep_waves
-        model.set_submodule(name, TimestepWaves(model.config[width]))
+        kind = STAND_INS.get(table.stand_in) or type(model.get_submodule(table.module))
+        model.set_submodule(table.module, kind(**arguments))
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     return model.eval().requires_grad_(False), _as_stored(shapes, facts.stored)
 

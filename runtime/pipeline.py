@@ -78,7 +78,8 @@ class Pipeline:
         )
         dtype = _dtype(settings, mesh)
         fill_transformer(transformer, facts, shapes=shapes, dtype=dtype, device=mesh.device, progress=progress)
-        sequence = Sequence(mesh, heads=facts.heads // mesh.degree("tensor"))
+        joined = facts.spec.split.joined
+        sequence = Sequence(mesh, heads=facts.heads // mesh.degree("tensor"), joined=joined)
         if sequence.can_split:
             split_tokens(transformer, facts.spec.split, self_attention=facts.spec.self_attention, sequence=sequence)
         return cls(transformer, facts, settings=settings, mesh=mesh, sequence=sequence)
@@ -181,10 +182,22 @@ class Pipeline:
         read = {
             "embedding": conditioning.embedding.to(**place),
             "pooled": pooled.to(**place) if self._pooled_width else None,
-            "attention_mask": None,
+            "attention_mask": self._mask(conditioning.attention_mask),
             "guidance": conditioning.guidance if "guidance" in dict(self._family.inputs) else None,
         }
         return conditioning.model_copy(update=read)
+
+    def _mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Which tokens of a prompt are words, `(B, L)` bool; None where all are, or where the family reads no mask."""
+        if mask is None or "attention_mask" not in dict(self._family.inputs).values():
+            return None
+        if mask.is_floating_point() or mask.ndim != 2:
+            raise Refused(
+                f"the attention mask of a prompt is {mask.dtype} of shape {tuple(mask.shape)}, but {self._family.title} "
+                f"takes whole numbers of shape (batch, tokens): encode the prompt with CLIP Text Encode"
+            )
+        mask = mask.to(self._mesh.device, torch.bool)
+        return None if mask.all() else mask
 
     def _step_reporter(self, request: Sample, progress: ReportProgress) -> StepReporter:
         wanted = request.preview and self._mesh.rank == 0

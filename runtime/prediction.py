@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -33,12 +36,14 @@ class Predictor:
         return x - output.float() * sigma
 
 
-def _input(source: str, conditioning: Conditioning, latent: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:
+def _input(source: str, conditioning: Conditioning, latent: torch.Tensor, patch: tuple[int, ...]) -> Any:
     """What an argument of the model is given: a field of the conditioning, or what follows from it and the latent."""
     if source == "image_ids":
         return image_ids(latent, patch)
     if source == "text_ids":
         return latent.new_zeros(conditioning.embedding.shape[1], 3, dtype=torch.float32)
+    if source == "image_shapes":
+        return [[patches(latent.shape, patch)]] * len(latent)
     if source == "guidance":
         value = GUIDANCE if conditioning.guidance is None else conditioning.guidance
         return latent.new_full((latent.shape[0],), value, dtype=torch.float32)
@@ -46,22 +51,31 @@ def _input(source: str, conditioning: Conditioning, latent: torch.Tensor, patch:
 
 
 def pack(latent: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:
-    """`(B, C, H, W)` -> `(B, H / h * W / w, C * h * w)`: patches as tokens, row by row."""
-    high, wide = patch
-    return latent.unflatten(3, (-1, wide)).unflatten(2, (-1, high)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+    """`(B, C, H, W)` -> `(B, H / h * W / w, C * h * w)`: patches as tokens, row by row; and the same with frames."""
+    dims = len(patch)
+    for dim in range(dims, 0, -1):
+        latent = latent.unflatten(dim + 1, (-1, patch[dim - 1]))
+    grid, within = range(2, 2 * dims + 2, 2), range(3, 2 * dims + 3, 2)
+    return latent.permute(0, *grid, 1, *within).flatten(dims + 1).flatten(1, dims)
 
 
 def unpack(tokens: torch.Tensor, shape: torch.Size, patch: tuple[int, ...]) -> torch.Tensor:
     """The latent of `shape` from its patches."""
-    high, wide = patch
-    grid = tokens.unflatten(1, (shape[2] // high, shape[3] // wide)).unflatten(3, (-1, high, wide))
-    return grid.permute(0, 3, 1, 4, 2, 5).reshape(shape)
+    dims = len(patch)
+    grid = tokens.unflatten(1, patches(shape, patch)).unflatten(dims + 1, (-1, *patch))
+    places = [place for dim in range(1, dims + 1) for place in (dim, dims + 1 + dim)]
+    return grid.permute(0, dims + 1, *places).reshape(shape)
+
+
+def patches(shape: Sequence[int], patch: tuple[int, ...]) -> tuple[int, ...]:
+    """How many patches a latent of this shape has along each dim."""
+    return tuple(size // step for size, step in zip(shape[2:], patch, strict=True))
 
 
 def image_ids(latent: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:
     """`(tokens, 3)` float32: 0, row and column of each patch."""
-    rows, columns = (size // step for size, step in zip(latent.shape[2:], patch, strict=True))
-    axes = [torch.arange(size, device=latent.device, dtype=torch.float32) for size in (1, rows, columns)]
+    sizes = (1, *patches(latent.shape, patch))
+    axes = [torch.arange(size, device=latent.device, dtype=torch.float32) for size in sizes]
     return torch.cartesian_prod(*axes)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from .diffusers_seam import route_attention
@@ -58,10 +59,12 @@ class Sequence:
     """The tokens of one model: who has how many, worked out once for each new total.
 
     They are shared along ring x ulysses, and along the cfg axis as well while that is idle: as more Ulysses where the
-    `heads` of this rank allow it and there is no ring, else as a longer ring.
+    `heads` of this rank allow it and there is no ring, else as a longer ring. `joined` is the order in which the tokens of
+    the streams stand in attention.
     """
 
-    def __init__(self, mesh: Mesh, *, heads: int) -> None:
+    def __init__(self, mesh: Mesh, *, heads: int, joined: tuple[str, ...] = ("image",)) -> None:
+        self._joined = joined
         self._narrow = TokenGroups.along(mesh, ring=("ring",), ulysses=("ulysses",))
         all_ulysses = mesh.degree("ring") == 1 and heads % (mesh.degree("cfg") * mesh.degree("ulysses")) == 0
         ring, ulysses = ((), ("cfg", "ulysses")) if all_ulysses else (("cfg", "ring"), ("ulysses",))
@@ -79,16 +82,25 @@ class Sequence:
         self._rank, self._degree = _place(groups and groups.everyone)
         self._ring_rank, _ = _place(groups and groups.ring)
         self._ulysses_rank, self._ulysses_degree = _place(groups and groups.ulysses)
+        self._totals: dict[str, int] = {}
         self._lengths: dict[str, tuple[int, ...]] = {}
         self._shares: dict[int, Shares] = {}
+        self._masks: dict[str, torch.Tensor] = {}
         self._mask: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._joint_mask: torch.Tensor | None = None
 
     def split(self, tensor: torch.Tensor, place: TokenPlace) -> torch.Tensor:
-        """This rank's part of a full tensor."""
+        """This rank's part of a full tensor. A stream of fewer tokens than ranks is filled up with its last one, for the
+        sake of models that cannot run on none; attention leaves those out.
+        """
         total = tensor.shape[place.dim]
-        if total != sum(self._lengths.get(place.stream, ())):
-            self._lengths[place.stream] = even_lengths(total, self._degree)
+        if total != self._totals.get(place.stream):
+            self._totals[place.stream], self._joint_mask = total, None
+            self._lengths[place.stream] = even_lengths(max(total, self._degree), self._degree)
             self._shares.clear()
+        if total < self._degree:
+            last = tensor.narrow(place.dim, total - 1, 1)
+            tensor = torch.cat([tensor, *[last] * (self._degree - total)], dim=place.dim)
         return tensor.split(self._lengths[place.stream], dim=place.dim)[self._rank]
 
     def gather(self, tensor: torch.Tensor, place: TokenPlace) -> torch.Tensor:
@@ -96,7 +108,15 @@ class Sequence:
         if self._groups is None:
             return tensor
         lengths = self._lengths[place.stream]
-        return gather_tokens(tensor, lengths=lengths, group=self._groups.everyone, dim=place.dim)
+        full = gather_tokens(tensor, lengths=lengths, group=self._groups.everyone, dim=place.dim)
+        return full.narrow(place.dim, 0, self._totals[place.stream])
+
+    def leave_out(self, stream: str, mask: torch.Tensor | None) -> None:
+        """Say which tokens of a stream may be attended to in this forward, `(B, S)` and whole; None for all."""
+        self._masks.pop(stream, None)
+        self._joint_mask = None
+        if mask is not None:
+            self._masks[stream] = mask.to(torch.bool)
 
     def attend(
         self,
@@ -111,6 +131,8 @@ class Sequence:
 
         `mask` is for the keys of this rank, or of all in the order of the ranks: `(B or 1, H or 1, 1, S)`.
         """
+        if self._masks or min(self._totals.values(), default=self._degree) < self._degree:
+            mask = self._mask_of_streams(mask, query.device)
         if self._groups is None:
             return attention(query, key, value, mask=mask, scale=scale)
         shares = self._shares_for(query.shape[2])
@@ -134,6 +156,23 @@ class Sequence:
         if heads not in self._shares:
             self._shares[heads] = Shares.of(self._lengths.values(), ulysses=self._ulysses_degree, heads=heads)
         return self._shares[heads]
+
+    def _mask_of_streams(self, mask: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+        """The mask over the keys of all ranks, `(B, 1, 1, S)`: every rank knows those of the streams whole."""
+        if mask is not None:
+            raise RuntimeError("a model gave attention a mask of its own, beside the one of its tokens")
+        if self._joint_mask is None:
+            batch = max(map(len, self._masks.values()), default=1)
+            parts = [self._parts_of_mask(stream, batch, device) for stream in self._joined]
+            joint = torch.cat([part for rank in zip(*parts, strict=True) for part in rank], dim=1)
+            self._joint_mask = joint[:, None, None]
+        return self._joint_mask
+
+    def _parts_of_mask(self, stream: str, batch: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Which tokens of a stream may be attended to, by rank."""
+        lengths, total = self._lengths[stream], self._totals[stream]
+        mask = self._masks.get(stream, torch.ones(1, total, dtype=torch.bool, device=device))
+        return F.pad(mask, (0, sum(lengths) - total)).expand(batch, -1).split(lengths, dim=1)
 
     def _mask_of_all(self, mask: torch.Tensor | None, lengths: tuple[int, ...]) -> torch.Tensor | None:
         """The mask over the keys of all ranks. A model hands the same one to every layer: it is gathered once."""
@@ -175,6 +214,9 @@ def split_tokens(model: nn.Module, plan: TokenSplit, *, self_attention: str, seq
             module.register_forward_pre_hook(_splitting(sequence, module, place), with_kwargs=True)
         else:
             module.register_forward_hook(_on_output(sequence.split, place))
+    for place in plan.masks:
+        module = model.get_submodule(place.module)
+        module.register_forward_pre_hook(_withholding(sequence, module, place), with_kwargs=True)
     for place in plan.gathered:
         model.get_submodule(place.module).register_forward_hook(_on_output(sequence.gather, place))
     attentions = [module for name, module in model.named_modules() if re.fullmatch(self_attention, name)]
@@ -185,23 +227,34 @@ def split_tokens(model: nn.Module, plan: TokenSplit, *, self_attention: str, seq
 
 
 def _on_output(function: Callable[[torch.Tensor, TokenPlace], torch.Tensor], place: TokenPlace) -> Any:
-    """A hook that changes the output of a module, or each of its outputs."""
+    """A hook that changes the output of a module: of several the one that is meant, or each."""
 
     def hook(module: nn.Module, args: tuple, output: Any) -> Any:
         if isinstance(output, tuple):
-            return tuple(function(each, place) for each in output)
+            meant = range(len(output)) if place.item is None else (place.item,)
+            return tuple(function(each, place) if item in meant else each for item, each in enumerate(output))
         return function(output, place)
 
     return hook
 
 
 def _splitting(sequence: Sequence, module: nn.Module, place: TokenPlace) -> Any:
-    """A hook that splits one argument of a module, whether it is given by place or by name."""
-    position = list(inspect.signature(module.forward).parameters).index(place.argument)
+    """A hook that splits one argument of a module."""
+    return _on_argument(module, place.argument, lambda tensor: sequence.split(tensor, place))
+
+
+def _withholding(sequence: Sequence, module: nn.Module, place: TokenPlace) -> Any:
+    """A hook that keeps a mask from a module, and has attention apply it."""
+    return _on_argument(module, place.argument, lambda mask: sequence.leave_out(place.stream, mask))
+
+
+def _on_argument(module: nn.Module, argument: str, change: Callable[[Any], Any]) -> Any:
+    """A hook that changes one argument of a module, whether it is given by place or by name."""
+    position = list(inspect.signature(module.forward).parameters).index(argument)
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if place.argument in kwargs:
-            return args, {**kwargs, place.argument: sequence.split(kwargs[place.argument], place)}
-        return (*args[:position], sequence.split(args[position], place), *args[position + 1 :]), kwargs
+        if argument in kwargs:
+            return args, {**kwargs, argument: change(kwargs[argument])}
+        return (*args[:position], change(args[position]), *args[position + 1 :]), kwargs
 
     return hook

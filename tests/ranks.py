@@ -99,6 +99,8 @@ def entry(case: Case, length: int, fields: dict[str, Any], generator: torch.Gene
     drawn = {"mask": torch.rand(1, 6, 6, generator=generator)} if "mask" in fields else {}
     if family.pooled_width:
         drawn |= {"pooled": torch.randn(1, family.tiny[family.pooled_width], generator=generator), "guidance": 4.0}
+    if "attention_mask" in dict(family.inputs).values() and length > 1:
+        drawn |= {"attention_mask": (torch.arange(length) < length - length // 3)[None].long()}
     return Conditioning(embedding=embedding, **{**fields, **drawn})
 
 

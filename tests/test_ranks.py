@@ -8,11 +8,13 @@ from itertools import combinations, pairwise
 import diffusers
 import pytest
 import torch
-from diffusers import FluxPipeline
+from diffusers import FluxPipeline, QwenImagePipeline
 
 from runtime.checkpoint import random_tensors
 from runtime.errors import Cancelled, Refused
+from runtime.families import FAMILIES
 from runtime.families.flux import FLUX
+from runtime.families.qwen import QWEN
 from runtime.families.spec import FamilySpec
 from runtime.families.wan import WAN
 from runtime.mesh import Mesh
@@ -65,7 +67,7 @@ PICTURES = [
     {"latent": (3, 16, 5, 9), "prompts": (7, 7)},
     {"latent": (1, 16, 4, 6), "prompts": (1, 1)},
 ]
-"""For Flux, where the text is split as well: in the last one there is a single token of it."""
+"""Where the text is split as well: in the last one there is a single token of it."""
 
 
 def cases_of(numbers: Iterable[int] = range(len(REQUESTS)), /, **degrees: int) -> list[Case]:
@@ -73,7 +75,13 @@ def cases_of(numbers: Iterable[int] = range(len(REQUESTS)), /, **degrees: int) -
 
 
 def pictures_of(numbers: Iterable[int] = range(len(PICTURES)), /, **degrees: int) -> list[Case]:
-    return [Case(**PICTURES[number], model="random:flux", degrees=degrees) for number in numbers]
+    """Of every family that joins text and picture; prompts are padded where the family reads a mask."""
+    return [
+        Case(**PICTURES[number], model=f"random:{family}", degrees=degrees)
+        for family in FAMILIES
+        if family != WAN.name
+        for number in numbers
+    ]
 
 
 KINDS = ("data", "cfg", "ring", "ulysses", "tensor")
@@ -187,6 +195,31 @@ def test_flux_equals_an_euler_loop_over_the_diffusers_class(latent, cfg):
 
     [result] = run_on_one([case])
     error = relative_error(result, plain_euler(case, FLUX, velocity))
+    print(f"relative error {error:.2e}")
+    assert error < AGAINST_DIFFUSERS
+
+
+@pytest.mark.parametrize("cfg", [1.0, 3.0])
+@pytest.mark.parametrize("latent", [(1, 16, 8, 8), (3, 16, 4, 12)], ids=str)
+def test_qwen_image_equals_an_euler_loop_over_the_diffusers_class(latent, cfg):
+    """With padded prompts, and an even number of rows and columns of patches; for others, see test_comfyui_models."""
+    case = Case(model="random:qwen", latent=latent, cfg=cfg, prompts=(5, 9))
+    model, (rows, columns) = bare_model(QWEN), (latent[2] // 2, latent[3] // 2)
+
+    def velocity(x: torch.Tensor, sigma: torch.Tensor, prompt: Conditioning) -> torch.Tensor:
+        batch = len(x)
+        output = model(
+            hidden_states=QwenImagePipeline._pack_latents(x, batch, 16, *latent[2:]),
+            encoder_hidden_states=prompt.embedding.expand(batch, -1, -1),
+            encoder_hidden_states_mask=prompt.attention_mask.expand(batch, -1),
+            timestep=sigma.expand(batch),
+            img_shapes=[[(1, rows, columns)]] * batch,
+            return_dict=False,
+        )[0]
+        return QwenImagePipeline._unpack_latents(output, latent[2] * 8, latent[3] * 8, vae_scale_factor=8)[:, :, 0]
+
+    [result] = run_on_one([case])
+    error = relative_error(result[:, :, 0], plain_euler(case, QWEN, velocity))
     print(f"relative error {error:.2e}")
     assert error < AGAINST_DIFFUSERS
 

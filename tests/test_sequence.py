@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import diffusers
 import pytest
@@ -90,20 +91,22 @@ def tiny(family) -> nn.Module:
     return getattr(diffusers, family.transformer_class)(**family.tiny).eval()
 
 
-def inputs_of(family, text: int = 5) -> dict[str, torch.Tensor]:
-    """What the class takes for a latent of 2 x 3 tokens."""
-    prompt = torch.randn(1, text, family.tiny[family.text_width])
-    if not family.packed:
-        latent = torch.randn(1, family.latent.channels, 1, 4, 6)
-        return {"hidden_states": latent, "timestep": torch.tensor([500.0]), "encoder_hidden_states": prompt}
-    return {
-        "hidden_states": torch.randn(1, 6, family.tiny["in_channels"]),
-        "timestep": torch.tensor([0.5]),
-        "encoder_hidden_states": prompt,
-        "pooled_projections": torch.randn(1, family.tiny[family.pooled_width]),
+def inputs_of(family, text: int = 5) -> dict[str, Any]:
+    """What the class takes for a latent of 2 x 4 tokens."""
+    latent = torch.randn(1, family.latent.channels, 1, 4, 8)
+    sources = {
+        "embedding": torch.randn(1, text, family.tiny[family.text_width]),
+        "attention_mask": torch.tensor([[True, True, False, True, False]]),
+        "pooled": torch.randn(1, family.tiny.get(family.pooled_width, 1)),
         "guidance": torch.tensor([3.5]),
-        "img_ids": torch.randint(3, (6, 3)).float(),
-        "txt_ids": torch.zeros(text, 3),
+        "image_ids": torch.randint(3, (8, 3)).float(),
+        "text_ids": torch.zeros(text, 3),
+        "image_shapes": [[(1, 2, 4)]],
+    }
+    return {
+        "hidden_states": torch.randn(1, 8, family.tiny["in_channels"]) if family.packed else latent,
+        "timestep": torch.tensor([0.5 * family.timestep_scale]),
+        **{argument: sources[source] for argument, source in family.inputs},
     }
 
 
@@ -118,7 +121,7 @@ def test_the_attention_over_split_tokens_and_nothing_else_comes_to_us(family):
         route_attention(model.get_submodule(name), recorder)
     assert torch.equal(model(**inputs, return_dict=False)[0], reference)
     has_text = any(place.stream == "text" for place in family.split.split)
-    tokens = 6 + has_text * inputs["encoder_hidden_states"].shape[1]
+    tokens = 8 + has_text * inputs["encoder_hidden_states"].shape[1]
     assert recorder.shapes == [(1, tokens, family.tiny[family.heads], family.tiny[family.head_dim])] * len(ours)
     assert {name.rpartition(".")[0] for name in attentions} == {name.rpartition(".")[0] for name in ours}
     assert len(ours) == sum(len(model.get_submodule(blocks)) for blocks in family.blocks)
@@ -138,7 +141,7 @@ def test_a_split_model_equals_the_bare_class(family):
             part = local_part(model, name)
             if part is not None:
                 part.module.load_state_dict({part.leaf: part.cut.take(tensor)}, strict=False, assign=True)
-        sequence = Sequence(mesh, heads=2)
+        sequence = Sequence(mesh, heads=2, joined=family.split.joined)
         split_tokens(model, family.split, self_attention=family.self_attention, sequence=sequence)
         output = model(**inputs, return_dict=False)[0]
         assert float((output - reference).norm() / reference.norm()) < 2e-6

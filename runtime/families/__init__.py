@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .flux import FLUX
+from .qwen import QWEN
 from .spec import FamilySpec
 from .wan import WAN
 
-FAMILIES: dict[str, FamilySpec] = {family.name: family for family in (WAN, FLUX)}
+FAMILIES: dict[str, FamilySpec] = {family.name: family for family in (WAN, FLUX, QWEN)}

@@ -38,7 +38,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class TokenPlace:
-    """Tokens in a model: an argument of a module, or its output (a tensor or a tuple of them) when none is named.
+    """Tokens in a model: an argument of a module, or its output when none is named. Of an output that is a tuple that is
+    each one, or number `item`.
 
     `stream` names the tokens; those of one stream are dealt to the ranks alike. They lie along `dim`.
     """
@@ -47,14 +48,22 @@ class TokenPlace:
     argument: str = ""
     stream: str = "image"
     dim: int = 1
+    item: int | None = None
 
 
 @dataclass(frozen=True)
 class TokenSplit:
-    """Where tokens are split over the ranks and put together again."""
+    """Where tokens are split over the ranks and put together again.
+
+    `masks` are arguments that say which tokens of a stream may be attended to, `(B, S)`. Every rank has them whole: over
+    several ranks they are kept from the model, and attention itself leaves those tokens out. For that `joined` says in
+    which order a rank's tokens of the streams stand in attention.
+    """
 
     split: tuple[TokenPlace, ...]
     gathered: tuple[TokenPlace, ...]
+    masks: tuple[TokenPlace, ...] = ()
+    joined: tuple[str, ...] = ("image",)
 
 
 @dataclass(frozen=True)
@@ -75,21 +84,25 @@ class LinearShard:
 class TensorSplit:
     """How a family is cut over the tensor axis.
 
-    `norms` is a pattern of the RMSNorms over the full width of a column's output (empty: there are none), `attentions`
-    one of the modules whose `heads` become those of this rank.
+    `norms` is a pattern of the RMSNorms over the full width of a column's output, `attentions` one of the modules whose
+    `heads` become those of this rank (empty: there are none; the class takes its heads from the size of a head).
     """
 
     linears: tuple[LinearShard, ...]
-    attentions: str
+    attentions: str = ""
     norms: str = ""
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """A module whose tables are computed, not stored: built again with these arguments, read from the configuration."""
+    """A module whose tables are computed, not stored: built again with these arguments, read from the configuration.
+
+    `stand_in` is a module of ours that takes its place, for the rounding or the positions of ComfyUI.
+    """
 
     module: str
     arguments: tuple[tuple[str, str], ...]
+    stand_in: Literal["", "timestep waves", "centred positions"] = ""
 
 
 @dataclass(frozen=True)
@@ -102,9 +115,9 @@ class FamilySpec:
     names what a configuration is when it is a relative that is not run. `heads`, `head_dim`, `layers` and `text_width`
     are keys of the configuration. `self_attention` is a pattern of the modules whose attention runs over the split
     tokens; `tensor` says how the weights are cut. `inputs` says which argument of the model is which field of a
-    conditioning, or which of the positions that are worked out (`image_ids`, `text_ids`). `prediction` "velocity": denoised = x - sigma * output, and the model is
-    told sigma * `timestep_scale`, through the waves of the module `timestep_waves` (its name, and the key of the
-    configuration that says how many there are), or as diffusers does it where that is empty. `sigma_table` is how many noise levels ComfyUI keeps for it. `packed`: the model takes
+    conditioning, or what is worked out for it (`image_ids`, `text_ids`, `image_shapes`). `prediction` "velocity":
+    denoised = x - sigma * output, and the model is told sigma * `timestep_scale`. `sigma_table` is how many noise levels
+    ComfyUI keeps for it. `packed`: the model takes
     patches of the latent as tokens, `(B, tokens, C * patch)`. `pooled_width`, where it reads a pooled prompt, is a key of
     the configuration. `text_encoders` says, where the model's own cannot be used yet, what they are and the way out.
     """
@@ -136,7 +149,6 @@ class FamilySpec:
     text_length: int
     tiny: Mapping[str, Any]
     pooled_width: str = ""
-    timestep_waves: tuple[str, str] | tuple[()] = ()
     packed: bool = False
     timestep_scale: float = 1000.0
     sigma_table: int = 1000

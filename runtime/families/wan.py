@@ -174,8 +174,8 @@ WAN = FamilySpec(
     patch=PATCH,
     inputs=(("encoder_hidden_states", "embedding"),),
     keep_float32=("time_embedder", "scale_shift_table", "norm2"),
-    timestep_waves=("condition_embedder.timesteps_proj", "freq_dim"),
     rebuilt=(
+        Rebuilt("condition_embedder.timesteps_proj", (("channels", "freq_dim"),), stand_in="timestep waves"),
         Rebuilt(
             "rope",
             (

@@ -1,0 +1,79 @@
+"""What each family does with a file and with a prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runtime.checkpoint import build_transformer, random_tensors
+from runtime.errors import Refused
+from runtime.families import FAMILIES
+from runtime.families.spec import FamilySpec
+from runtime.inspection import inspect_model
+from runtime.mesh import Mesh
+from runtime.pipeline import Pipeline
+from runtime.progress import ignore_progress
+from runtime.protocol import Conditioning, Sample
+from runtime.settings import ModelSettings
+from tests.ranks import Case, relative_error, sample_request
+
+MASKED = [name for name, family in FAMILIES.items() if "attention_mask" in dict(family.inputs).values()]
+
+
+def random_file(family: FamilySpec, path: Path) -> Path:
+    """The weights of `random:FAMILY` under diffusers' names."""
+    _, shapes = build_transformer(inspect_model(f"random:{family.name}"))
+    save_file({name: tensor.contiguous() for name, tensor in random_tensors(shapes)}, path)
+    return path
+
+
+def sample(request: Sample) -> torch.Tensor:
+    pipeline = Pipeline.load(request.model, mesh=Mesh.single(), progress=ignore_progress)
+    return pipeline.sample(request, progress=ignore_progress)
+
+
+@pytest.mark.parametrize("name", ["qwen"])
+def test_a_file_gives_the_configuration_it_was_made_with(name, tmp_path):
+    family = FAMILIES[name]
+    facts = inspect_model(str(random_file(family, tmp_path / "model.safetensors")))
+    assert facts.family == name
+    assert {key: facts.config[key] for key in family.tiny} == dict(family.tiny)
+
+
+def with_masks(request: Sample, *masks: torch.Tensor | None, length: int | None = None) -> Sample:
+    """A request whose prompts have these masks, and only their first tokens."""
+    changed = [
+        entry.model_copy(update={"attention_mask": mask, "embedding": entry.embedding[:, :length]})
+        for (entry,), mask in zip((request.positive, request.negative), masks, strict=True)
+    ]
+    return request.model_copy(update={"positive": (changed[0],), "negative": (changed[1],)})
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_padding_of_a_prompt_changes_nothing_where_a_mask_leaves_it_out(name):
+    request = sample_request(Case(model=f"random:{name}", prompts=(7, 7), latent=(1, 16, 1, 6, 10)))
+    words = torch.tensor([[1, 1, 1, 1, 0, 0, 0]])
+    masked, cut, whole = (
+        sample(with_masks(request, *masks, length=length))
+        for masks, length in (((words, words), None), ((None, None), 4), ((None, None), None))
+    )
+    assert relative_error(masked, cut) < 2e-6
+    assert relative_error(masked, whole) > 1e-3
+    assert torch.equal(sample(with_masks(request, torch.ones_like(words), None)), whole)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_mask_that_is_added_to_attention_is_refused(name):
+    request = sample_request(Case(model=f"random:{name}"))
+    with pytest.raises(Refused, match="mask of a prompt is torch.float32"):
+        sample(with_masks(request, torch.zeros(1, 5), None))
+
+
+def test_a_prompt_of_another_model_is_refused_by_width():
+    request = sample_request(Case(model="random:qwen"))
+    other = (Conditioning(embedding=torch.zeros(1, 5, 4096)),)
+    with pytest.raises(Refused, match=r"\(1, 5, 4096\).*Qwen-Image"):
+        sample(request.model_copy(update={"model": ModelSettings(model="random:qwen"), "positive": other}))
