@@ -60,10 +60,10 @@ class Sequence:
 
     They are shared along ring x ulysses, and along the cfg axis as well while that is idle: as more Ulysses where the
     `heads` of this rank allow it and there is no ring, else as a longer ring. `joined` is the order in which the tokens of
-    the streams stand in attention.
+    the streams stand in attention; where it is given, every rank has a token of each stream.
     """
 
-    def __init__(self, mesh: Mesh, *, heads: int, joined: tuple[str, ...] = ("image",)) -> None:
+    def __init__(self, mesh: Mesh, *, heads: int, joined: tuple[str, ...] = ()) -> None:
         self._joined = joined
         self._narrow = TokenGroups.along(mesh, ring=("ring",), ulysses=("ulysses",))
         all_ulysses = mesh.degree("ring") == 1 and heads % (mesh.degree("cfg") * mesh.degree("ulysses")) == 0
@@ -90,17 +90,18 @@ class Sequence:
         self._joint_mask: torch.Tensor | None = None
 
     def split(self, tensor: torch.Tensor, place: TokenPlace) -> torch.Tensor:
-        """This rank's part of a full tensor. A stream of fewer tokens than ranks is filled up with its last one, for the
-        sake of models that cannot run on none; attention leaves those out.
+        """This rank's part of a full tensor. Where there are fewer tokens than ranks, and a model cannot run on none, the
+        last one is repeated, and attention leaves the filling out.
         """
         total = tensor.shape[place.dim]
         if total != self._totals.get(place.stream):
             self._totals[place.stream], self._joint_mask = total, None
-            self._lengths[place.stream] = even_lengths(max(total, self._degree), self._degree)
+            filled = max(total, self._degree) if self._joined else total
+            self._lengths[place.stream] = even_lengths(filled, self._degree)
             self._shares.clear()
-        if total < self._degree:
-            last = tensor.narrow(place.dim, total - 1, 1)
-            tensor = torch.cat([tensor, *[last] * (self._degree - total)], dim=place.dim)
+        filling = sum(self._lengths[place.stream]) - total
+        if filling:
+            tensor = torch.cat([tensor, *[tensor.narrow(place.dim, total - 1, 1)] * filling], dim=place.dim)
         return tensor.split(self._lengths[place.stream], dim=place.dim)[self._rank]
 
     def gather(self, tensor: torch.Tensor, place: TokenPlace) -> torch.Tensor:
@@ -131,7 +132,7 @@ class Sequence:
 
         `mask` is for the keys of this rank, or of all in the order of the ranks: `(B or 1, H or 1, 1, S)`.
         """
-        if self._masks or min(self._totals.values(), default=self._degree) < self._degree:
+        if self._masks or (self._joined and min(self._totals.values()) < self._degree):
             mask = self._mask_of_streams(mask, query.device)
         if self._groups is None:
             return attention(query, key, value, mask=mask, scale=scale)

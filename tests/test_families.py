@@ -68,7 +68,7 @@ def test_padding_of_a_prompt_changes_nothing_where_a_mask_leaves_it_out(name):
 @pytest.mark.parametrize("name", MASKED)
 def test_a_mask_that_is_added_to_attention_is_refused(name):
     request = sample_request(Case(model=f"random:{name}"))
-    with pytest.raises(Refused, match="mask of a prompt is torch.float32"):
+    with pytest.raises(Refused, match=r"mask of a prompt is torch\.float32"):
         sample(with_masks(request, torch.zeros(1, 5), None))
 
 

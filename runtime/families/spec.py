@@ -57,13 +57,14 @@ class TokenSplit:
 
     `masks` are arguments that say which tokens of a stream may be attended to, `(B, S)`. Every rank has them whole: over
     several ranks they are kept from the model, and attention itself leaves those tokens out. For that `joined` says in
-    which order a rank's tokens of the streams stand in attention.
+    which order a rank's tokens of the streams stand in attention. Where it is given, no rank is without a token of any
+    stream: one that would be gets a filling, which attention leaves out too.
     """
 
     split: tuple[TokenPlace, ...]
     gathered: tuple[TokenPlace, ...]
     masks: tuple[TokenPlace, ...] = ()
-    joined: tuple[str, ...] = ("image",)
+    joined: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
