@@ -7,12 +7,13 @@ plain local tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from .families.spec import LinearShard, TensorSplit
@@ -25,11 +26,12 @@ WHOLE_LINEAR = LinearShard(pattern="", mode="whole")
 
 
 class LocalPart(NamedTuple):
-    """Where a tensor of the model goes: a module, its own name for it, and how much of it this rank holds."""
+    """Where a tensor of the model goes: a module, its own name for it, and how much of it this rank of the group holds."""
 
     module: nn.Module
     leaf: str
     cut: Cut
+    group: dist.ProcessGroup | None = None
 
     def place(self, tensor: torch.Tensor) -> None:
         """Put that much of it there."""
@@ -39,9 +41,17 @@ class LocalPart(NamedTuple):
             self.module.load_state_dict({self.leaf: tensor}, strict=False, assign=True)
 
 
+class Pair(NamedTuple):
+    """What a LoRA adds to a weight, `scale * up @ down`: this rank's part of `(rank, in)` and `(out, rank)`."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scale: float
+
+
 class ParallelLinear(nn.Module):
-    """A Linear as a core (how the weight is held) and a cut over a group; `in_features` and `out_features` stay those of
-    the whole.
+    """A Linear as a core (how the weight is held), a cut over a group and low-rank `pairs`, which may be put on and taken
+    off at any time; `in_features` and `out_features` stay those of the whole.
 
     mode "whole": no exchange. "column": full input, local output. "row": local input, full output; one sum over the
     group, in which the first rank's part carries the bias. "gather": a column whose output is put together. Columns and
@@ -67,10 +77,13 @@ class ParallelLinear(nn.Module):
         has_bias = linear.bias is not None and not (mode == "row" and dist.get_rank(group))
         bias_cut = cut if mode in ("column", "gather") else WHOLE
         self.bias = nn.Parameter(bias_cut.take(linear.bias), requires_grad=False) if has_bias else None
+        self.pairs: tuple[Pair, ...] = ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., in)` -> `(..., out)`, either one local as the mode says."""
         output = self.core(x, self.bias)
+        for pair in self.pairs:  # before the exchange, so that a pair costs none of its own
+            output.add_(F.linear(F.linear(x, pair.down), pair.up), alpha=pair.scale)
         if self.mode == "row":
             return add_up(output, group=self._group)
         if self.mode == "gather":
@@ -81,8 +94,14 @@ class ParallelLinear(nn.Module):
     def local_part(self, leaf: str) -> LocalPart | None:
         """Where the tensor that a file calls `leaf` goes; None when this rank does without it."""
         if leaf == "bias":
-            return None if self.bias is None else LocalPart(self, leaf, self.core.part(leaf))
-        return LocalPart(self.core, leaf, self.core.part(leaf))
+            return None if self.bias is None else LocalPart(self, leaf, self.core.part(leaf), self._group)
+        return LocalPart(self.core, leaf, self.core.part(leaf), self._group)
+
+    def local_pair(self, pair: Pair) -> Pair:
+        """This rank's part of a whole pair: of a column the rows that it puts out, of a row the columns that it takes in."""
+        if self.mode == "row":
+            return pair._replace(down=self.core.cut.take(pair.down))
+        return pair._replace(up=self.core.cut.take(pair.up))
 
     def _share(self, blocks: tuple[int, ...], grain: int) -> Cut:
         if self.mode == "gather" and (len(blocks) > 1 or grain > 1):
@@ -111,7 +130,7 @@ class ParallelRMSNorm(nn.Module):
 
     def local_part(self, leaf: str) -> LocalPart | None:
         """Where the weight goes."""
-        return LocalPart(self, leaf, self._cut)
+        return LocalPart(self, leaf, self._cut, self._group)
 
 
 def local_part(model: nn.Module, name: str) -> LocalPart | None:
@@ -121,6 +140,27 @@ def local_part(model: nn.Module, name: str) -> LocalPart | None:
     if isinstance(module, ParallelLinear | ParallelRMSNorm):
         return module.local_part(leaf)
     return LocalPart(module, leaf, WHOLE)
+
+
+def parallel_linear(model: nn.Module, name: str) -> ParallelLinear:
+    """The Linear of this name as a `ParallelLinear`, put in its place where it is not one yet. Its weights stay.
+
+    Raises `RuntimeError` when something hooks into the Linear, which would be lost.
+    """
+    module = model.get_submodule(name)
+    if not isinstance(module, ParallelLinear):
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise RuntimeError(f"{name} has hooks already: make it a ParallelLinear before they are set")
+        module = ParallelLinear(module)
+        model.set_submodule(name, module)
+    return module
+
+
+def hold_hooks(model: nn.Module, names: Iterable[str]) -> None:
+    """Make the Linears among these modules `ParallelLinear`s, so that hooks on them stay when a LoRA comes."""
+    for name in names:
+        if isinstance(model.get_submodule(name), nn.Linear):
+            parallel_linear(model, name)
 
 
 def swap_linears(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -15,7 +16,8 @@ from .errors import Refused
 from .families.spec import LatentFormat
 from .guidance import Denoiser, Entry
 from .inspection import ModelFacts, inspect_model
-from .linear import swap_linears
+from .linear import hold_hooks, swap_linears
+from .lora.apply import Loras
 from .mesh import Mesh
 from .prediction import Predictor
 from .previews import preview_image
@@ -38,7 +40,7 @@ from .sampling import (
     to_model_space,
 )
 from .sequence import Sequence, split_tokens
-from .settings import FROM_MODEL, ModelSettings
+from .settings import FROM_MODEL, LoraSettings, ModelSettings
 
 SAMPLING = "sampling"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -50,10 +52,17 @@ class Pipeline:
     """One rank's share of a model. All ranks make the same calls with the same values."""
 
     def __init__(
-        self, transformer: nn.Module, facts: ModelFacts, *, settings: ModelSettings, mesh: Mesh, sequence: Sequence
+        self,
+        transformer: nn.Module,
+        facts: ModelFacts,
+        *,
+        settings: ModelSettings,
+        mesh: Mesh,
+        sequence: Sequence,
+        loras: Loras,
     ) -> None:
         self._facts, self._family, self._settings, self._mesh = facts, facts.spec, settings, mesh
-        self._sequence = sequence
+        self._sequence, self._loras = sequence, loras
         self._dtype = _dtype(settings, mesh)
         self._text_width: int = transformer.config[facts.spec.text_width]
         self._pooled_width: int = transformer.config[facts.spec.pooled_width] if facts.spec.pooled_width else 0
@@ -78,11 +87,21 @@ class Pipeline:
         )
         dtype = _dtype(settings, mesh)
         fill_transformer(transformer, facts, shapes=shapes, dtype=dtype, device=mesh.device, progress=progress)
+        loras = Loras(transformer, facts.spec, shapes=shapes, dtype=dtype, device=mesh.device)
+        loras.use(settings.loras)
         joined = facts.spec.split.joined
         sequence = Sequence(mesh, heads=facts.heads // mesh.degree("tensor"), joined=joined)
         if sequence.can_split:
+            hold_hooks(transformer, [place.module for place in facts.spec.split.gathered])
             split_tokens(transformer, facts.spec.split, self_attention=facts.spec.self_attention, sequence=sequence)
-        return cls(transformer, facts, settings=settings, mesh=mesh, sequence=sequence)
+        return cls(transformer, facts, settings=settings, mesh=mesh, sequence=sequence, loras=loras)
+
+    def use_loras(self, loras: Iterable[LoraSettings]) -> tuple[str, ...]:
+        """Sample with these and no others from now on, without loading the model again; a line to tell of each.
+
+        Raises `Refused` when one of them cannot be used; then nothing has changed.
+        """
+        return self._loras.use(loras)
 
     def encode_text(self, text: str, *, progress: ReportProgress) -> Conditioning | None:
         """The conditioning of a prompt; None on every rank but the first. Raises `Refused` without a text encoder."""

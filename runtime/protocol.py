@@ -17,6 +17,7 @@ from .settings import ModelSettings, SampleSettings
 
 PROTOCOL_VERSION = 1
 MAX_ENTRIES = 32
+MAX_NOTICE = 4096
 
 
 class Address(Message):
@@ -151,7 +152,7 @@ class Notice(Message):
 
     kind: Literal["notice"] = "notice"
     job: Job
-    text: str = Field(max_length=4096)
+    text: str = Field(max_length=MAX_NOTICE)
 
 
 class Encoded(Message):

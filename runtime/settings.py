@@ -12,6 +12,8 @@ AXES = ("data", "cfg", "ring", "ulysses", "tensor")
 """The mesh axes, outermost first."""
 
 MAX_DEGREE = 64
+MAX_STRENGTH = 100.0
+MAX_LORAS = 64
 TINY_SHAPES = "tiny-shapes"
 FROM_MODEL = "from model"
 """Choice of a component that comes with the model itself."""
@@ -100,11 +102,20 @@ class ParallelSettings(Settings):
         return math.prod(self.set_degrees.values())
 
 
+class LoraSettings(Settings):
+    """A LoRA file by absolute path, and how strongly it counts; negative takes away, 0 is off. `stamp` as for a model."""
+
+    path: str = Field(min_length=1)
+    strength: float = Field(default=1.0, ge=-MAX_STRENGTH, le=MAX_STRENGTH, allow_inf_nan=False)
+    stamp: str = Field(default="", max_length=256)
+
+
 class ModelSettings(Settings):
     """What Load Model describes: files by absolute path (or `tiny-shapes`), number format, plan.
 
     `text_encoder`, `text_encoder_2` and `vae` are "from model" or the absolute path of a file or folder. `stamp` changes
-    when one of the files changes, so that a file replaced in place is another model.
+    when one of the files changes, so that a file replaced in place is another model. `loras` are put on in their order, and
+    changed without loading the model again.
     """
 
     model: str = Field(min_length=1)
@@ -114,6 +125,7 @@ class ModelSettings(Settings):
     text_encoder_2: str = FROM_MODEL
     vae: str = FROM_MODEL
     parallel: ParallelSettings = ParallelSettings()
+    loras: tuple[LoraSettings, ...] = Field(default=(), max_length=MAX_LORAS)
     stamp: str = Field(default="", max_length=256)
 
     def __repr__(self) -> str:

@@ -23,6 +23,7 @@ from .folders import shared_folder
 from .mesh import Mesh
 from .pool import SMALLEST_BYTES, Mappings, Pool
 from .protocol import (
+    MAX_NOTICE,
     Cancel,
     Decode,
     Decoded,
@@ -141,6 +142,7 @@ class Worker:
             case EncodeText():
                 result = partial(Encoded, conditioning=pipeline.encode_text(request.text, progress=report))
             case Sample():
+                self._use_loras(pipeline, request)
                 result = partial(Sampled, latent=pipeline.sample(request, progress=report))
             case Decode():
                 result = partial(Decoded, images=pipeline.decode(request.latent, progress=report))
@@ -149,14 +151,23 @@ class Worker:
         return result(job=request.job, seconds=time.perf_counter() - started)
 
     def _pipeline_for(self, model: ModelSettings, report: Reporter) -> Any:
-        """The pipeline of these settings, loaded when another is. How it is spread is this process's plan."""
-        wanted = model.model_copy(update={"parallel": ParallelSettings()})
+        """The pipeline of these settings, loaded when another is. How it is spread is this process's plan; LoRAs come on
+        later, so that one that is refused leaves the model loaded.
+        """
+        without = model.model_copy(update={"loras": ()})
+        wanted = without.model_copy(update={"parallel": ParallelSettings()})
         if self._loaded != wanted:
             self._pipeline = self._loaded = None
             _free_memory()
-            self._pipeline = self._pipeline_class.load(model, mesh=self.mesh, progress=report)
+            self._pipeline = self._pipeline_class.load(without, mesh=self.mesh, progress=report)
             self._loaded = wanted
         return self._pipeline
+
+    def _use_loras(self, pipeline: Any, request: Sample) -> None:
+        """Sample with the LoRAs of the request alone, and tell what each of them does."""
+        for text in pipeline.use_loras(request.model.loras):
+            if self.settings.rank == 0:
+                self.send(Notice(job=request.job, text=text[:MAX_NOTICE]))
 
     def _failure(self, request: Work, report: Reporter, error: Exception) -> Failed:
         text = problems_of(error) if isinstance(error, ValidationError) else str(error)

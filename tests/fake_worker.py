@@ -39,6 +39,9 @@ class FakePipeline:
             else None
         )
 
+    def use_loras(self, loras):
+        return [f"{lora.path} at {lora.strength}" for lora in loras]
+
     def sample(self, request, *, progress):
         steps = request.settings.steps
         for step in range(1, steps + 1):

@@ -51,12 +51,17 @@ def load_model(name: str):
     """The model of a sample: the formula, or a checkpoint through UNETLoader."""
     if name == ANALYTIC:
         return analytic_model()
-    import folder_paths
-
     import nodes
 
-    folder_paths.add_model_folder_path("diffusion_models", str(Path(name).parent))
+    folder_of("diffusion_models", name)
     return nodes.UNETLoader().load_unet(Path(name).name, "default")[0]
+
+
+def folder_of(kind: str, path: str) -> None:
+    """Have ComfyUI find a file among its models."""
+    import folder_paths
+
+    folder_paths.add_model_folder_path(kind, str(Path(path).parent))
 
 
 def sigmas(case: dict) -> torch.Tensor:
@@ -109,6 +114,9 @@ def sampled(case: dict, inputs: dict[str, torch.Tensor], models: dict) -> torch.
         latent["batch_index"] = case["batch_index"]
     if case.get("noise_mask"):
         latent["noise_mask"] = inputs[case["noise_mask"]]
+    for path, strength in case.get("loras", ()):
+        folder_of("loras", path)
+        model = nodes.LoraLoaderModelOnly().load_lora_model_only(model, Path(path).name, strength)[0]
     if case.get("shift"):
         model = shifted(model, case["shift"])
     positive, negative = (conditioning(case[side], inputs) for side in ("positive", "negative"))

@@ -1,0 +1,120 @@
+"""A LoRA file as changes to the tensors of one model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from ..errors import Refused
+from ..safetensors_header import read_header
+from .build import weight_change
+from .changes import Change, Difference
+from .formats import BIAS, REFUSED_ROLES, TEXT_ENCODER, Roles, group_keys, summary, unread_roles
+from .guess import likely_family
+from .names import LayerNames, Target
+
+Layers = Mapping[str, Roles]
+"""The keys of each layer, by role."""
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """What a file changes, by the model's name of a tensor; and the keys that no tensor of the model was found for."""
+
+    path: Path
+    changes: Mapping[str, Change]
+    unused: tuple[str, ...]
+
+    def report(self) -> str:
+        """A line for the node: how much was applied, and by name what was not."""
+        encoder = [key for key in self.unused if TEXT_ENCODER.match(key)]
+        others = [key for key in self.unused if not TEXT_ENCODER.match(key)]
+        parts = [f"{self.path.name}: {len(self.changes)} target{'s'[: len(self.changes) != 1]} applied"]
+        parts += [f"not applied, since a text encoder is changed by none yet: {summary(encoder)}"] if encoder else []
+        parts += [f"not applied: {summary(others)}"] if others else []
+        return "; ".join(parts)
+
+
+def read_lora(path: str, *, names: LayerNames) -> LoraFile:
+    """Read a file for the model of these names.
+
+    Raises `Refused` when it is no LoRA, of a kind that is not applied, for another model, or damaged.
+    """
+    file = Path(path)
+    if file.suffix.lower() not in (".safetensors", ".sft"):
+        raise Refused(f"{path}: convert this LoRA to .safetensors, the only format that Outrigger reads")
+    if not file.is_file():
+        raise Refused(f"{path}: no such LoRA. Choose a file that is there")
+    layers, unused = group_keys(read_header(file))
+    if not layers:
+        raise Refused(f"{file.name} is not a LoRA: it has keys such as {summary(unused[:3])}")
+    targets = {layer: names.find(layer) for layer in layers}
+    for layer in filter(targets.__getitem__, layers):
+        _refuse_kind(file, layers[layer])
+        unused += [layers[layer][role] for role in unread_roles(layers[layer])]
+        if BIAS in layers[layer] and not any(map(names.bias, targets[layer])):
+            unused.append(layers[layer][BIAS])
+    unused += [key for layer, roles in layers.items() if not targets[layer] for key in roles.values()]
+    changes: dict[str, Change] = {}
+    for target, change in _changes(file, layers, targets, names):
+        if target.name in changes:
+            raise Refused(f"{file.name} has two changes of {target.name}: download it again")
+        changes[target.name] = _fitting(file, change.rows(target.rows), target, names, layers)
+    if not changes:
+        raise Refused(_fits_nothing(file, layers, names))
+    return LoraFile(file, changes, tuple(sorted(unused)))
+
+
+def _changes(
+    file: Path, layers: Layers, targets: Mapping[str, tuple[Target, ...]], names: LayerNames
+) -> Iterator[tuple[Target, Change]]:
+    """Every change that a file makes."""
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            for layer in filter(targets.__getitem__, layers):
+                tensors = {role: opened.get_tensor(key) for role, key in layers[layer].items()}
+                change = weight_change(tensors)
+                yield from ((target, change) for target in targets[layer] if change is not None)
+                biases = [bias for target in targets[layer] if (bias := names.bias(target))]
+                yield from ((bias, Difference(tensors[BIAS])) for bias in biases if BIAS in tensors)
+    except (OSError, SafetensorError) as error:
+        raise Refused(f"{file} cannot be read: {error}") from error
+    except ValueError as error:
+        raise Refused(f"{file.name} is damaged at {layer}: {error}. Download it again") from error
+
+
+def _refuse_kind(file: Path, roles: Roles) -> None:
+    for role, kind in REFUSED_ROLES.items():
+        if role in roles:
+            raise Refused(
+                f"{file.name} uses {kind} ({roles[role]}), which is not available yet: LoRA, LoHa, LoKr, DoRA and full "
+                f"differences are"
+            )
+
+
+def _fitting(file: Path, change: Change, target: Target, names: LayerNames, layers: Iterable[str]) -> Change:
+    """The change, whose shape must be that of its target."""
+    full = tuple(names.shapes[target.name])
+    if change.shape in (full, (full[0], math.prod(full[1:]))):
+        return change
+    raise Refused(
+        f"{file.name} changes {target.name} as {change.shape}, but in this model it is {full}: choose a LoRA for this "
+        f"size of {names.family.title}{_likely(layers, names)}"
+    )
+
+
+def _fits_nothing(file: Path, layers: Layers, names: LayerNames) -> str:
+    keys = summary(key for roles in layers.values() for key in roles.values())
+    return (
+        f"{file.name} changes nothing of {names.family.title}{_likely(layers, names)}. Its keys are {keys}"[:1500]
+        + ". Choose a LoRA for this model"
+    )
+
+
+def _likely(layers: Iterable[str], names: LayerNames) -> str:
+    likely = likely_family(tuple(layers), but=names.family.name)
+    return f"; it looks like a LoRA for {likely}" if likely else ""

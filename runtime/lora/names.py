@@ -1,0 +1,83 @@
+"""The layer names of LoRA files -> the tensors of the model that they mean.
+
+A file may write a layer as the diffusers class or the original code does, behind several prefixes, and with its dots as
+underscores. All of that follows from the names of the model's tensors and the `renames` of its family.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from ..families.spec import FamilySpec
+from ..inspection import renamed
+from ..parallel.shares import WHOLE, Cut
+
+FLAT_PREFIXES = ("lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_")
+"""Of Wan Fun, kohya and musubi, OneTrainer, SimpleTuner: underscores stand behind them in the place of dots."""
+PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer.", "unet.", "pipe.dit.")
+MAX_UNDERSCORES = 12
+WEIGHT = ".weight"
+
+
+class Target(NamedTuple):
+    """A tensor of the model, and which rows of a file's layer go to it, in their order."""
+
+    name: str
+    rows: Cut = WHOLE
+
+
+class LayerNames:
+    """The tensors of one model, found by what files call them."""
+
+    def __init__(self, family: FamilySpec, shapes: Mapping[str, torch.Size]) -> None:
+        self.family, self.shapes = family, shapes
+        self._flat = {name.removesuffix(WEIGHT).replace(".", "_"): name for name in shapes if name.endswith(WEIGHT)}
+        self._dots: dict[str, tuple[str, ...] | None] = {}
+
+    def find(self, layer: str) -> tuple[Target, ...]:
+        """The weights that a layer of a file stands for; empty when the model has none.
+
+        Parameters that lie beside layers, such as Wan's modulations, are not among them: ComfyUI changes none of those.
+        """
+        for prefix in FLAT_PREFIXES:
+            if layer.startswith(prefix):
+                return self._find_flat(layer.removeprefix(prefix))
+        for prefix in PREFIXES:
+            layer = layer.removeprefix(prefix)
+        return self._find_dotted(layer)
+
+    def bias(self, target: Target) -> Target | None:
+        """The bias beside a weight, where there is one."""
+        name = target.name.removesuffix(WEIGHT) + ".bias"
+        return Target(name, target.rows) if name in self.shapes else None
+
+    def _find_dotted(self, layer: str) -> tuple[Target, ...]:
+        name = renamed(f"{layer}{WEIGHT}", self.family)
+        return (Target(name),) if name in self.shapes else ()
+
+    def _find_flat(self, layer: str) -> tuple[Target, ...]:
+        own = self._flat.get(layer)
+        if own is not None:
+            return (Target(own),)
+        alike = re.sub(r"\d+", "0", layer)
+        if alike not in self._dots:
+            self._dots[alike] = self._reading(layer)
+        separators = self._dots[alike]
+        return () if separators is None else self._find_dotted(_joined(layer.split("_"), separators))
+
+    def _reading(self, layer: str) -> tuple[str, ...] | None:
+        """Which underscores of a flat name were dots, so that the name is one of this model; None when none can be."""
+        parts = layer.split("_")
+        if len(parts) > MAX_UNDERSCORES:
+            return None
+        readings = product("._", repeat=len(parts) - 1)
+        return next((each for each in readings if self._find_dotted(_joined(parts, each))), None)
+
+
+def _joined(parts: list[str], separators: tuple[str, ...]) -> str:
+    return "".join(part + separator for part, separator in zip(parts, (*separators, ""), strict=True))

@@ -1,0 +1,324 @@
+"""LoRAs are put on, weighed, taken off and cut over ranks exactly, and what cannot be applied is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from runtime.checkpoint import build_transformer
+from runtime.errors import Refused
+from runtime.families.wan import WAN
+from runtime.inspection import inspect_model
+from runtime.linear import ParallelLinear
+from runtime.lora.formats import split_key, summary
+from runtime.lora.names import LayerNames
+from runtime.mesh import Mesh
+from runtime.pipeline import Pipeline
+from runtime.progress import ignore_progress
+from runtime.settings import LoraSettings, ModelSettings
+from runtime.tiny_shapes.export import to_comfy_transformer
+from tests.lora_files import Draw, added, dora, dotted, kohya, loha, lokr, peft
+from tests.ranks import Case, relative_error, run_as_threads, sample_request
+
+LIMIT = 2e-6
+SHAPES = {name: tuple(shape) for name, shape in build_transformer(inspect_model("random:wan"))[1].items()}
+LINEARS = [
+    *(f"blocks.{n}.{layer}" for n in range(2) for layer in ("attn1.to_q", "attn1.to_v", "attn1.to_out.0", "attn2.to_k")),
+    *(f"blocks.{n}.ffn.{layer}" for n in range(2) for layer in ("net.0.proj", "net.2")),
+    *(f"condition_embedder.{layer}" for layer in ("time_proj", "text_embedder.linear_1", "text_embedder.linear_2")),
+    "proj_out",
+]  # fmt: skip
+"""Of each kind of cut over ranks, by diffusers' names."""
+LAYERS = {layer: SHAPES[f"{layer}.weight"] for layer in LINEARS}
+
+
+def load(mesh: Mesh | None = None, **settings) -> Pipeline:
+    return Pipeline.load(
+        ModelSettings(model="random:wan", **settings), mesh=mesh or Mesh.single(), progress=ignore_progress
+    )
+
+
+def latent(pipeline: Pipeline) -> torch.Tensor:
+    return pipeline.sample(sample_request(Case(steps=2)), progress=ignore_progress)
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor], strength: float = 1.0) -> LoraSettings:
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+    return LoraSettings(path=str(path), strength=strength)
+
+
+def weights_of(pipeline: Pipeline) -> dict[str, torch.Tensor]:
+    """Every weight of the transformer, whatever holds it; and the pairs beside them."""
+    model = pipeline._loras._model
+    return {name.replace(".core.", "."): parameter for name, parameter in model.named_parameters()}
+
+
+def pairs_of(pipeline: Pipeline) -> int:
+    return sum(len(module.pairs) for module in pipeline._loras._model.modules() if isinstance(module, ParallelLinear))
+
+
+@pytest.fixture(scope="module")
+def loras(tmp_path_factory) -> dict[str, LoraSettings]:
+    folder = tmp_path_factory.mktemp("loras")
+    named = {layer: shape for layer, shape in LAYERS.items() if "text_embedder" not in layer}
+    tensors = {
+        "kohya": kohya(LAYERS, Draw(1)),
+        "peft": peft(LAYERS, Draw(2), name=lambda layer: f"transformer.{layer}"),
+        "dora by row": dora(named, Draw(3), by_row=True),
+        "dora by column": dora(named, Draw(3), by_row=False),
+        "loha": loha(named, Draw(4), rank=2),
+        "lokr": lokr(named, Draw(5), low=""),
+        "norms": {f"transformer.blocks.0.attn1.{n}.diff": Draw(6)(128) for n in ("norm_q", "norm_k")}
+        | {f"transformer.{layer}.diff_b": Draw(7)(shape[0]) for layer, shape in LAYERS.items()},
+    }
+    return {
+        name: write(folder / f"{name.replace(' ', '_')}.safetensors", each, strength)
+        for (name, each), strength in zip(tensors.items(), (0.7, -1.0, 0.8, 1.2, 0.5, 0.9, 1.0), strict=True)
+    }
+
+
+STACKS = [["kohya", "peft"], ["dora by row"], ["dora by column", "kohya"], ["loha", "lokr"], ["norms", "kohya"]]
+
+
+# On several ranks ---------------------------------------------------------------------------------------------------
+
+
+def test_a_lora_is_its_product_added_to_the_weight(tmp_path):
+    """The reference is a model whose weights have the product in them; no code of ours made it."""
+    tensors, strength = kohya(LAYERS, Draw(1)), -0.7
+    pipeline, reference = load(), load()
+    for layer in LAYERS:
+        weight = reference._loras._model.get_parameter(f"{layer}.weight")
+        weight.data = (weight.double() + strength * added(tensors, layer)).float()
+    plain = latent(pipeline)
+    [report] = pipeline.use_loras([write(tmp_path / "lora.safetensors", tensors, strength)])
+    error, moved = relative_error(latent(pipeline), latent(reference)), relative_error(plain, latent(reference))
+    print(f"{error:.1e}, moved by {moved:.2f}")
+    assert error < LIMIT and moved > 0.05
+    assert report == f"lora.safetensors: {len(LAYERS)} targets applied"
+
+
+@pytest.mark.parametrize("stack", STACKS, ids=str)
+@pytest.mark.parametrize("degrees", [{"ulysses": 2}, {"tensor": 2}, {"tensor": 2, "ulysses": 2}], ids=str)
+def test_every_rank_has_the_latent_of_one(degrees, stack, loras):
+    chosen = [loras[name] for name in stack]
+    alone = load()
+    plain = latent(alone)
+    alone.use_loras(chosen)
+    expected = latent(alone)
+    assert relative_error(plain, expected) > 1e-3
+
+    def run(mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+        pipeline = load(mesh)
+        pipeline.use_loras(chosen)
+        changed = latent(pipeline)
+        pipeline.use_loras([])
+        return changed, latent(pipeline)
+
+    for changed, back in run_as_threads(degrees, run):
+        assert relative_error(changed, expected) < LIMIT
+        assert relative_error(back, plain) < LIMIT
+
+
+def test_a_lora_sends_nothing_between_ranks(loras, monkeypatch):
+    sent = []
+    reduce = dist.all_reduce
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda tensor, **options: (sent.append(tensor.nbytes), reduce(tensor, **options))
+    )
+
+    def run(mesh: Mesh) -> int:
+        pipeline = load(mesh)
+        sent.clear()
+        latent(pipeline)
+        dist.barrier()
+        without = sum(sent)
+        dist.barrier()
+        pipeline.use_loras([loras["kohya"], loras["peft"]])
+        sent.clear()
+        dist.barrier()
+        latent(pipeline)
+        dist.barrier()
+        return sum(sent) - without
+
+    assert run_as_threads({"tensor": 2}, run) == [0, 0]
+
+
+# Putting on and taking off ------------------------------------------------------------------------------------------
+
+
+def test_taking_off_leaves_the_model_as_it_was_bit_for_bit(loras):
+    pipeline = load(dtype="bf16")
+    before = {name: weight.clone() for name, weight in weights_of(pipeline).items()}
+    for stack in STACKS:
+        pipeline.use_loras([loras[name] for name in stack])
+    pipeline.use_loras([])
+    after = weights_of(pipeline)
+    assert pairs_of(pipeline) == 0 and before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
+
+
+def test_low_rank_changes_touch_no_weight(loras):
+    pipeline = load()
+    before = {name: weight.data_ptr() for name, weight in weights_of(pipeline).items()}
+    pipeline.use_loras([loras["kohya"], loras["peft"], loras["loha"]])
+    assert {name: weight.data_ptr() for name, weight in weights_of(pipeline).items()} == before
+    assert pairs_of(pipeline) == sum(
+        len(pipeline._loras._held[loras[n].path, ""].pairs) for n in ("kohya", "peft", "loha")
+    )
+
+
+def test_strength_0_is_off_and_reads_nothing(tmp_path):
+    pipeline = load()
+    assert pipeline.use_loras([LoraSettings(path=str(tmp_path / "gone.safetensors"), strength=0.0)]) == ()
+
+
+def test_loading_with_loras_is_loading_and_putting_them_on(loras):
+    pipeline = load()
+    pipeline.use_loras((loras["kohya"], loras["norms"]))
+    assert torch.equal(latent(load(loras=(loras["kohya"], loras["norms"]))), latent(pipeline))
+
+
+def test_a_refused_lora_leaves_those_that_are_on(loras, tmp_path):
+    pipeline = load()
+    pipeline.use_loras([loras["kohya"]])
+    before = latent(pipeline)
+    with pytest.raises(Refused, match="no such LoRA"):
+        pipeline.use_loras([loras["peft"], LoraSettings(path=str(tmp_path / "gone.safetensors"))])
+    assert torch.equal(latent(pipeline), before)
+
+
+# What is told and refused -------------------------------------------------------------------------------------------
+
+ONE = {"blocks.0.attn1.to_q": (128, 128)}
+
+
+def refusal(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> str:
+    with pytest.raises(Refused) as caught:
+        load().use_loras([write(tmp_path / "lora.safetensors", tensors)])
+    return str(caught.value)
+
+
+def test_keys_that_were_not_applied_are_told_by_name(tmp_path):
+    tensors = kohya(ONE, Draw(1)) | {
+        "diffusion_model.blocks.0.diff_m": torch.zeros(3),
+        "diffusion_model.blocks.1.diff_m": torch.zeros(3),
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": torch.zeros(4, 8),
+        "text_encoder.layers.0.fc1.lora_A.weight": torch.zeros(4, 8),
+        "diffusion_model.blocks.9.self_attn.q.lora_A.weight": torch.zeros(4, 128),
+        "something": torch.zeros(1),
+    }
+    [report] = load().use_loras([write(tmp_path / "lora.safetensors", tensors)])
+    assert report == (
+        "lora.safetensors: 1 target applied; not applied, since a text encoder is changed by none yet: "
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight, text_encoder.layers.0.fc1.lora_A.weight; "
+        "not applied: diffusion_model.blocks.*.diff_m (2), diffusion_model.blocks.9.self_attn.q.lora_A.weight, something"
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "family"),
+    [
+        ({"transformer_blocks.0.attn.add_q_proj": (8, 8), "single_transformer_blocks.7.proj_mlp": (8, 8)}, "Flux"),
+        ({"double_blocks.0.img_attn.qkv": (8, 8), "single_blocks.0.linear1": (8, 8)}, "Flux"),
+        ({"down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q": (8, 8)}, "SDXL"),
+        ({"joint_blocks.0.x_block.attn.qkv": (8, 8)}, "Stable Diffusion 3"),
+    ],
+)
+@pytest.mark.parametrize("name", [dotted, lambda layer: "lora_unet_" + layer.replace(".", "_")])
+def test_a_lora_of_another_family_says_which(layers, family, name, tmp_path):
+    text = refusal(tmp_path, kohya(layers, Draw(1), name=name))
+    assert family in text and "Wan" in text and next(iter(layers)).split(".")[-1] in text
+
+
+def test_a_lora_for_another_size_names_both_shapes(tmp_path):
+    text = refusal(tmp_path, kohya({"blocks.0.attn1.to_q": (64, 128)}, Draw(1)))
+    assert "(64, 128)" in text and "(128, 128)" in text and "attn1.to_q" in text
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"weight": torch.zeros(2)}, "not a LoRA"),
+        ({"lora_unet_blocks_0_self_attn_q.lora_up.weight": torch.zeros(128, 4)}, "down missing"),
+        ({"lora_unet_blocks_0_self_attn_q.oft_blocks": torch.zeros(4, 2, 2)}, "OFT"),
+        ({"diffusion_model.patch_embedding.reshape_weight": torch.zeros(2)}, "more input channels"),
+        ({"lora_unet_blocks_0_self_attn_q.hada_w1_a": torch.zeros(128, 4), "lora_unet_blocks_0_self_attn_q.hada_t1": torch.zeros(4, 4)}, "Tucker"),
+        (
+            {
+                "lora_unet_blocks_0_self_attn_q.lora_up.weight": torch.zeros(128, 4),
+                "lora_unet_blocks_0_self_attn_q.lora_down.weight": torch.zeros(3, 128),
+            },
+            "no low-rank pair",
+        ),
+        (kohya(ONE, Draw(1)) | kohya({"blocks.0.self_attn.q": (128, 128)}, Draw(2)), "two changes"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_applied_is_refused_by_name(tensors, words, tmp_path):
+    assert words in refusal(tmp_path, tensors)
+
+
+def test_only_safetensors_files_are_read(tmp_path):
+    (tmp_path / "lora.pt").write_bytes(b"x")
+    with pytest.raises(Refused, match="convert"):
+        load().use_loras([LoraSettings(path=str(tmp_path / "lora.pt"))])
+
+
+# Names --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lora_unet_blocks_1_self_attn_q",
+        "lora_unet__blocks_1_self_attn_q",
+        "diffusion_model.blocks.1.self_attn.q",
+        "model.diffusion_model.blocks.1.self_attn.q",
+        "blocks.1.self_attn.q",
+        "transformer.blocks.1.attn1.to_q",
+        "base_model.model.blocks.1.attn1.to_q",
+        "base_model.model.transformer.blocks.1.attn1.to_q",
+        "lycoris_blocks_1_attn1_to_q",
+        "lora_transformer_blocks_1_attn1_to_q",
+    ],
+)
+def test_every_way_to_write_a_layer_is_the_same_layer(name):
+    [target] = LayerNames(WAN, SHAPES).find(name)
+    assert target.name == "blocks.1.attn1.to_q.weight"
+
+
+def test_every_layer_is_found_by_its_flat_original_name():
+    """For each weight of the model, from the names of a checkpoint in the original layout."""
+    names = {name: torch.tensor(number) for number, name in enumerate(SHAPES)}
+    original, layers = to_comfy_transformer(names), LayerNames(WAN, SHAPES)
+    weights = [name for name in original if name.endswith(".weight")]
+    assert len(weights) == 37
+    for name in weights:
+        [target] = layers.find("lora_unet_" + name.removesuffix(".weight").replace(".", "_"))
+        assert torch.equal(names[target.name], original[name])
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("a.0.lora_down.weight", ("a.0", "down")),
+        ("a.0.lora_B.default.weight", ("a.0", "up")),
+        ("a.to_q_lora.up.weight", ("a.to_q", "up")),
+        ("double_blocks.0.processor.qkv_lora1.down.weight", ("double_blocks.0.processor.qkv_lora1", "down")),
+        ("a.diff_b", ("a", "bias difference")),
+        ("a.dora_scale", ("a", "magnitude")),
+        ("a.lora_magnitude_vector.default.weight", ("a", "magnitude_of_sum")),
+        ("a.diff_m", None),
+        ("blocks.0.weight", None),
+    ],
+)
+def test_a_key_is_a_layer_and_a_role(key, expected):
+    assert split_key(key) == expected
+
+
+def test_keys_that_differ_in_their_block_are_told_in_one():
+    assert summary(["b.0.x", "b.1.x", "b.10.x", "c.0.x", "d"]) == "b.*.x (3), c.0.x, d"
