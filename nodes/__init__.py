@@ -6,6 +6,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .conditioning import OutriggerTextEncode
 from .decode import OutriggerDecode
+from .lora import OutriggerLora
 from .model import OutriggerLoadModel
 from .parallel import OutriggerParallelism
 from .sampler import OutriggerSampler
@@ -13,6 +14,7 @@ from .sampler_advanced import OutriggerSamplerAdvanced
 
 NODES: tuple[type[io.ComfyNode], ...] = (
     OutriggerLoadModel,
+    OutriggerLora,
     OutriggerParallelism,
     OutriggerTextEncode,
     OutriggerSampler,

@@ -28,6 +28,7 @@ class NodeDisplay:
         self.node_id, self.stage, self.cancelled = node_id, stage, False
         self._move_bar: Callable[..., None] | None = None
         self._shown = ""
+        self._notices: list[str] = []
 
     def progress(self, event: Progress) -> None:
         """Show how far the job is."""
@@ -39,7 +40,12 @@ class NodeDisplay:
     def notice(self, event: Notice) -> None:
         """Show what the user should know, and log it."""
         log.info("Outrigger: %s", event.text)
+        self._notices.append(event.text)
         self.text(event.text)
+
+    def finished(self, seconds: float) -> None:
+        """Show that the job is done, and again what the user should know."""
+        self.text("\n".join([*self._notices, f"{self.stage} took {seconds:.2f} s"]))
 
     def text(self, line: str) -> None:
         """Show a line of text on the node."""

@@ -55,6 +55,18 @@ def find_component(what: str, choice: str, folder: str, part: str) -> str:
     raise ValueError(_not_found(what, choice, component_choices(folder, part), (folder, "diffusers")))
 
 
+def lora_choices() -> list[str]:
+    """What the combo of LoRAs offers."""
+    return _names("loras")
+
+
+def find_lora(choice: str) -> str:
+    """Absolute path of a LoRA by its choice. Raises `ValueError` with the way out."""
+    if choice not in lora_choices():
+        raise ValueError(_not_found("lora_name", choice, lora_choices(), ("loras",)))
+    return _path("loras", choice)
+
+
 def find_all(model: str, *, text_encoder: str, text_encoder_2: str, vae: str) -> dict[str, str]:
     """Path of the model and of each component, by the name of its widget. Raises `ValueError` with the way out."""
     return {

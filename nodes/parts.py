@@ -37,6 +37,7 @@ try:
         DTYPES,
         FROM_MODEL,
         MAX_DEGREE,
+        MAX_STRENGTH,
         QUANT_KINDS,
         SAMPLER_NAMES,
         SCHEDULER_NAMES,
@@ -46,4 +47,4 @@ try:
 except ImportError as reason:
     settings = convert = session = _Missing(reason)
     DTYPES, QUANT_KINDS, FROM_MODEL, TINY_SHAPES = ("auto",), ("none",), "from model", "tiny-shapes"
-    SAMPLER_NAMES, SCHEDULER_NAMES, MAX_DEGREE = ("euler",), ("simple",), 64
+    SAMPLER_NAMES, SCHEDULER_NAMES, MAX_DEGREE, MAX_STRENGTH = ("euler",), ("simple",), 64, 100.0

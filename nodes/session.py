@@ -86,7 +86,7 @@ def run(request: EncodeText | Sample | Decode, display: NodeDisplay) -> Encoded 
         host.interrupt()
     except SidecarError as error:
         raise _as_comfyui_shows_it(error) from error
-    display.text(f"{display.stage} took {result.seconds:.2f} s")
+    display.finished(result.seconds)
     return result
 
 

@@ -21,6 +21,7 @@ PARTS = (
     "display",
     "files",
     "host",
+    "lora",
     "model",
     "parallel",
     "parts",

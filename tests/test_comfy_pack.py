@@ -21,6 +21,7 @@ pytestmark = pytest.mark.comfy
 
 NODE_INPUTS = {
     "OutriggerLoadModel": "model* dtype quant text_encoder text_encoder_2 vae parallel memory speed",
+    "OutriggerLora": "model* lora_name* strength_model",
     "OutriggerParallelism": "devices ulysses ring tensor cfg data",
     "OutriggerTextEncode": "model* text*",
     "OutriggerSampler": "model* positive* latent_image* seed steps cfg sampler_name scheduler negative denoise shift",
@@ -32,6 +33,7 @@ NODE_INPUTS = {
 
 OUTPUTS = {
     "OutriggerLoadModel": ["OUTRIGGER_MODEL"],
+    "OutriggerLora": ["OUTRIGGER_MODEL"],
     "OutriggerParallelism": ["OUTRIGGER_PARALLEL"],
     "OutriggerTextEncode": ["CONDITIONING"],
     "OutriggerSampler": ["LATENT"],

@@ -10,14 +10,19 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from runtime.tiny_shapes import check
 from tests.comfyui import ComfyUI, Run
-from tests.graphs import DECODE, MODEL, NEGATIVE, POSITIVE, SAMPLER, picture, slow, template
+from tests.graphs import DECODE, MODEL, NEGATIVE, POSITIVE, SAMPLER, SAVE, picture, slow, template
+from tests.lora_files import Draw, kohya
 
 pytestmark = pytest.mark.comfy
 
+WIDTH = 256
+"""Of tiny-shapes."""
 ONE_STEP_MORE = 0.5
 """Seconds beyond a step that Cancel may take."""
 
@@ -98,6 +103,42 @@ def test_warm_prompt_adds_little_to_the_sampling_itself(comfyui: ComfyUI):
         added.append(run.seconds()[SAMPLER] - float(line.split()[-2]))
     print(f"a warm prompt adds {1000 * statistics.median(added):.0f} ms to the sampling")
     assert statistics.median(added) < 0.05
+
+
+def with_lora(name: str, strength: float) -> dict:
+    """The picture behind an Outrigger LoRA; only its latent is saved."""
+    prompt = picture()
+    del prompt[DECODE]
+    prompt["20"] = {
+        "class_type": "OutriggerLora",
+        "inputs": {"model": [MODEL, 0], "lora_name": name, "strength_model": strength},
+    }
+    prompt[SAMPLER]["inputs"]["model"] = ["20", 0]
+    prompt[SAVE] = {"class_type": "SaveLatent", "inputs": {"samples": [SAMPLER, 0], "filename_prefix": "lora"}}
+    return prompt
+
+
+def test_a_lora_changes_the_picture_without_a_load_and_says_what_it_did(comfyui: ComfyUI):
+    folder = comfyui.base / "models" / "loras"
+    folder.mkdir(parents=True, exist_ok=True)
+    layers = {f"blocks.{block}.self_attn.q": (WIDTH, WIDTH) for block in range(2)}
+    strange = {"diffusion_model.blocks.0.diff_m": torch.zeros(2)}
+    save_file(kohya(layers, Draw(1)) | strange, folder / "style.safetensors")
+    save_file(kohya({"double_blocks.0.img_attn.qkv": (8, 8)}, Draw(1)), folder / "flux.safetensors")
+    comfyui.run(picture())
+    latents = []
+    for strength in (1.0, 0.0, -1.0, 1.0):
+        run = comfyui.run(with_lora("style.safetensors", strength))
+        assert run.end.kind == "execution_success" and loads(run) == []
+        latents.append(load_file(run.files("latents")[SAVE][0])["latent_tensor"])
+        report = [text for text in run.texts(SAMPLER) if " took " in text][-1].splitlines()[:-1]
+        expected = "style.safetensors: 2 targets applied; not applied: diffusion_model.blocks.0.diff_m"
+        assert report == ([expected] if strength else [])
+    assert torch.equal(latents[0], latents[3])
+    assert not any(torch.allclose(latents[0], other, atol=1e-2) for other in latents[1:3])
+    assert "looks like a LoRA for Flux" in comfyui.run(with_lora("flux.safetensors", 1.0)).error["exception_message"]
+    run = comfyui.run(picture(SAMPLER={"seed": 77}))
+    assert run.end.kind == "execution_success" and loads(run) == []
 
 
 def test_cancel_ends_within_a_step_and_leaves_the_model_loaded(comfyui: ComfyUI):

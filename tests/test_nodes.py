@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NODES = ROOT / "nodes"
 NODE_IDS = (
     "OutriggerLoadModel",
+    "OutriggerLora",
     "OutriggerParallelism",
     "OutriggerTextEncode",
     "OutriggerSampler",
@@ -186,6 +187,9 @@ def folders(pack, tmp_path) -> Path:
         "diffusers/Wan2.1/model_index.json",
         "diffusers/Wan2.1/vae/config.json",
         "diffusers/tiny-shapes/model_index.json",
+        "loras/style.safetensors",
+        "loras/sub/light.safetensors",
+        "loras/old.pt",
         "text_encoders/umt5.safetensors",
         "vae/wan.safetensors",
     ):
@@ -266,6 +270,41 @@ def test_a_file_replaced_by_an_older_one_of_the_same_size_is_another_model(pack,
     before = pack.files.stamp(paths)
     os.utime(model, (2000, 2000))
     assert pack.files.stamp(paths) != before
+
+
+# LoRA
+
+
+def test_loras_follow_each_other_in_the_settings(pack, folders):
+    (model,) = pack.model.OutriggerLoadModel.execute(model="tiny-shapes")
+    node = pack.lora.OutriggerLora
+    (first,) = node.execute(model, "style.safetensors", -0.5)
+    (both,) = node.execute(first, "sub/light.safetensors", 1)
+    assert [(lora.path, lora.strength) for lora in both.loras] == [
+        (str(folders / "loras/style.safetensors"), -0.5),
+        (str(folders / "loras/sub/light.safetensors"), 1.0),
+    ]
+    assert model.loras == () and both.model_copy(update={"loras": ()}) == model
+    assert all(lora.stamp for lora in both.loras)
+
+
+def test_a_lora_of_strength_0_is_left_out(pack, folders):
+    (model,) = pack.model.OutriggerLoadModel.execute(model="tiny-shapes")
+    (same,) = pack.lora.OutriggerLora.execute(model, "gone.safetensors", 0.0)
+    assert same is model
+
+
+def test_only_safe_loras_are_offered_and_others_named_with_the_way_out(pack, folders):
+    assert pack.files.lora_choices() == ["style.safetensors", "sub/light.safetensors"]
+    assert pack.lora.OutriggerLora.validate_inputs(lora_name="style.safetensors") is True
+    assert "style.safetensors" in pack.lora.OutriggerLora.validate_inputs(lora_name="styles.safetensors")
+    assert "convert" in pack.lora.OutriggerLora.validate_inputs(lora_name="old.pt")
+
+
+def test_a_lora_file_that_changed_runs_the_node_again(pack, folders):
+    before = pack.lora.OutriggerLora.fingerprint_inputs(lora_name="style.safetensors", strength_model=1.0)
+    (folders / "loras/style.safetensors").write_bytes(b"other")
+    assert pack.lora.OutriggerLora.fingerprint_inputs(lora_name="style.safetensors") != before
 
 
 # Widgets
@@ -397,6 +436,12 @@ def test_steps_move_the_bar_and_other_stages_are_text(pack, sidecar):
     assert pack.fake.previews[0][1].size == (3, 2)
     assert pack.fake.texts == [("7", "loading 1/4"), ("7", "sampling took 0.50 s")]
     assert latent["kept"] == 1
+
+
+def test_what_the_user_should_know_stays_on_the_node(pack, sidecar):
+    sidecar(lambda request: pack.runtime_protocol.Notice(job=request.job, text="3 targets applied"), sampled(pack))
+    sample(pack)
+    assert pack.fake.texts[-1] == ("7", "3 targets applied\nsampling took 0.50 s")
 
 
 def test_cancel_that_the_bar_notices_first_stops_the_job_in_order(pack, sidecar):
@@ -565,7 +610,7 @@ def test_without_a_package_the_nodes_are_there_and_say_what_to_install(missing):
         """
     )
     run = subprocess.run([sys.executable, "-c", script, missing], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert run.stdout.startswith("6\nMissingPackages run "), run.stdout + run.stderr
+    assert run.stdout.startswith("7\nMissingPackages run "), run.stdout + run.stderr
     assert "-m pip install -r" in run.stdout
     assert missing in run.stdout
 

@@ -1,0 +1,77 @@
+"""LoRA: adds a file to the settings of a model. The sidecar puts it on the loaded model when it samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..runtime.errors import in_our_words
+from . import files
+from .io_types import CATEGORY, Model, searchable
+from .parts import MAX_STRENGTH, settings
+
+
+class OutriggerLora(io.ComfyNode):
+    """Model and widgets to `ModelSettings` with one LoRA more."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        schema = io.Schema(
+            node_id="OutriggerLora",
+            display_name="Outrigger LoRA",
+            category=CATEGORY,
+            description=(
+                "Changes a model with a LoRA file. Several may follow each other. The model is not loaded again: a file or "
+                "strength changed here takes effect with the next sampling."
+            ),
+            inputs=[
+                Model.Input("model", tooltip="From Outrigger Load Model or another Outrigger LoRA."),
+                io.Combo.Input(
+                    "lora_name",
+                    options=files.lora_choices(),
+                    tooltip="A .safetensors file of models/loras, made for the model's family.",
+                ),
+                io.Float.Input(
+                    "strength_model",
+                    optional=True,
+                    default=1.0,
+                    min=-MAX_STRENGTH,
+                    max=MAX_STRENGTH,
+                    step=0.01,
+                    tooltip="How strongly the file counts. Negative takes away what it adds; 0 leaves it out.",
+                ),
+            ],
+            outputs=[
+                Model.Output(
+                    display_name="model", tooltip="The settings with this LoRA, for the Samplers or another LoRA."
+                )
+            ],
+        )
+        return searchable(schema, "load lora", "lora loader", "loraloadermodelonly", "lightning", "lightx2v")
+
+    @classmethod
+    def validate_inputs(cls, lora_name: str | None = None) -> bool | str:
+        """Called when the prompt is queued."""
+        try:
+            if lora_name is not None:
+                files.find_lora(lora_name)
+        except ValueError as error:
+            return str(error)
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, lora_name: str = "", **others: Any) -> str:
+        """Changes when the file behind the name changes."""
+        return files.stamp({"lora": files.find_lora(lora_name)}) if lora_name else ""
+
+    @classmethod
+    def execute(cls, model: Any, lora_name: str, strength_model: float = 1.0) -> io.NodeOutput:
+        if not strength_model:
+            return io.NodeOutput(model)
+        path = files.find_lora(lora_name)
+        stamp = files.stamp({"lora": path})
+        lora = in_our_words(settings.LoraSettings, path=path, strength=float(strength_model), stamp=stamp)
+        if len(model.loras) >= settings.MAX_LORAS:
+            raise ValueError(f"model: it has {settings.MAX_LORAS} LoRAs already: take some out")
+        return io.NodeOutput(model.model_copy(update={"loras": (*model.loras, lora)}))
