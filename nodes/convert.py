@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 import torch
@@ -37,34 +38,50 @@ DOWNSCALE_KEYS = ("downscale_ratio_spacial", "downscale_ratio_temporal")
 def to_conditioning(value: Any, what: str) -> tuple[Conditioning, ...]:
     """A CONDITIONING socket's value as messages. `what` names the input. Raises `ValueError` for what is not honoured."""
     if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError(f"{what}: connect a text encoder; this CONDITIONING is empty")
+        raise ValueError(f"{what}: connect a text encoder; {_held(value)}, not a CONDITIONING with an entry")
     if len(value) > MAX_ENTRIES:
         raise ValueError(f"{what}: combine {MAX_ENTRIES} prompts at most; this CONDITIONING has {len(value)}")
-    return tuple(_entry(embedding, options, what) for embedding, options in value)
+    return tuple(_entry(entry, what) for entry in value)
 
 
-def _entry(embedding: torch.Tensor | None, options: dict[str, Any], what: str) -> Conditioning:
-    """One entry of a CONDITIONING as a message."""
+def _entry(entry: Any, what: str) -> Conditioning:
+    """One entry of a CONDITIONING, `[embedding, options]`, as a message."""
+    if not isinstance(entry, (list, tuple)) or len(entry) != 2 or not isinstance(entry[1], dict):
+        raise ValueError(f"{what}: connect a text encoder; an entry of this CONDITIONING is {reprlib.repr(entry)}")
+    embedding, options = entry
     _refuse_unhonoured(options, what)
     if embedding is None:
         raise ValueError(f"{what}: connect a text encoder; this CONDITIONING carries no embedding")
     present = {key: value for key, value in options.items() if value is not None}
-    fields = {field: _to_send(present[key], what) for key, field in TENSORS.items() if key in present}
-    fields |= {key: float(present[key]) for key in NUMBERS if key in present}
-    fields |= _area(present.get("area"), what)
-    if "clip_start_percent" in present:
-        fields["start_percent"] = max(float(present["clip_start_percent"]), fields.get("start_percent", 0.0))
-        fields["end_percent"] = min(float(present.get("clip_end_percent", 1.0)), fields.get("end_percent", 1.0))
+    fields: dict[str, Any] = {"embedding": _to_send(embedding, what)}
+    fields |= {field: _to_send(present[key], f"{what}: {key}") for key, field in TENSORS.items() if key in present}
+    fields |= {key: _number(present[key], key, what) for key in NUMBERS if key in present}
+    fields |= _area(present.get("area"), what) | _period(present, fields, what)
+    to_bounds = _number(present.get("set_area_to_bounds", 0), "set_area_to_bounds", what)
+    fields |= {"area_from_mask": "mask" in present and to_bounds != 0, "default": "default" in present}
     try:
-        return in_our_words(
-            Conditioning,
-            embedding=_to_send(embedding, what),
-            area_from_mask="mask" in present and bool(present.get("set_area_to_bounds")),
-            default="default" in present,
-            **fields,
-        )
+        return in_our_words(Conditioning, **fields)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None
+
+
+def _period(present: dict[str, Any], fields: dict[str, Any], what: str) -> dict[str, float]:
+    """Start and end, where a text encoder node has set its own: what both leave."""
+    if "clip_start_percent" not in present:
+        return {}
+    start = _number(present["clip_start_percent"], "clip_start_percent", what)
+    end = _number(present.get("clip_end_percent", 1.0), "clip_end_percent", what)
+    return {
+        "start_percent": max(start, fields.get("start_percent", 0.0)),
+        "end_percent": min(end, fields.get("end_percent", 1.0)),
+    }
+
+
+def _number(value: Any, name: str, what: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"{what}: set {name} again: this CONDITIONING carries {reprlib.repr(value)} for it") from None
 
 
 def _area(area: Any, what: str) -> dict[str, tuple]:
@@ -75,8 +92,10 @@ def _area(area: Any, what: str) -> dict[str, tuple]:
         if area[0] == PERCENT:
             return {"area_percent": tuple(float(part) for part in area[1:])}
         return {"area": tuple(int(size) for size in area)}
-    except (TypeError, ValueError, IndexError):
-        raise ValueError(f"{what}: set the area again: this CONDITIONING carries the area {area!r}") from None
+    except (TypeError, ValueError, RuntimeError, LookupError, OverflowError):
+        raise ValueError(
+            f"{what}: set the area again: this CONDITIONING carries the area {reprlib.repr(area)}"
+        ) from None
 
 
 def from_conditioning(conditioning: Conditioning) -> list[list[Any]]:
@@ -92,10 +111,10 @@ def from_conditioning(conditioning: Conditioning) -> list[list[Any]]:
 def to_latent(value: Any, what: str) -> torch.Tensor:
     """The tensor of a LATENT, ready to send: `(B, C, H, W)` or `(B, C, F, H, W)`."""
     latent = value.get("samples") if isinstance(value, dict) else None
-    if latent is None:
-        raise ValueError(f"{what}: connect a latent; this input holds {type(value).__name__}, not a LATENT")
     if getattr(latent, "is_nested", False):
         raise ValueError(f"{what}: use a latent of pictures alone; this one holds several tensors (video with sound)")
+    if not isinstance(latent, torch.Tensor):
+        raise ValueError(f"{what}: connect a latent; {_held(value)}, not a LATENT")
     if latent.ndim not in (4, 5):
         raise ValueError(f"{what}: use a latent of pictures or video; this one has the shape {tuple(latent.shape)}")
     if 0 in (*latent.shape[:2], *latent.shape[-2:]):
@@ -106,17 +125,21 @@ def to_latent(value: Any, what: str) -> torch.Tensor:
 def noise_mask(value: dict[str, Any], what: str) -> torch.Tensor | None:
     """The mask of a LATENT, 1 where it is painted anew, ready to send; None for none."""
     mask = value.get("noise_mask")
-    if mask is not None and not isinstance(mask, torch.Tensor):
+    if mask is None:
+        return None
+    if not isinstance(mask, torch.Tensor):
         raise ValueError(f"{what}: set the noise mask again: this latent carries a {type(mask).__name__} for one")
-    if mask is not None and not mask.numel():
+    if not mask.numel():
         raise ValueError(f"{what}: set the noise mask again: this one has the shape {tuple(mask.shape)}")
     return _to_send(mask, what)
 
 
 def to_sigmas(value: torch.Tensor | None, what: str) -> torch.Tensor | None:
     """A SIGMAS socket's value, ready to send; None for none."""
-    if value is not None and not isinstance(value, torch.Tensor):
-        raise ValueError(f"{what}: connect a scheduler; this input holds {type(value).__name__}, not SIGMAS")
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{what}: connect a scheduler; {_held(value)}, not SIGMAS")
     return _to_send(value, what)
 
 
@@ -125,17 +148,24 @@ def to_noise(value: Any, latent: dict[str, Any], what: str) -> torch.Tensor | No
     if value is None:
         return None
     if not hasattr(value, "generate_noise"):
-        raise ValueError(f"{what}: connect a noise node; this input holds {type(value).__name__}, not NOISE")
+        raise ValueError(f"{what}: connect a noise node; {_held(value)}, not NOISE")
     noise = value.generate_noise(latent)
     if getattr(noise, "is_nested", False):
         raise ValueError(f"{what}: use the noise of pictures alone; this one holds several tensors (video with sound)")
     return _to_send(noise, what)
 
 
-def batch_index(value: dict[str, Any]) -> tuple[int, ...] | None:
+def batch_index(value: dict[str, Any], what: str) -> tuple[int, ...] | None:
     """Whose noise of the batch each item of a LATENT gets; None for their own."""
     indices = value.get("batch_index")
-    return None if indices is None else tuple(int(index) for index in indices)
+    if indices is None:
+        return None
+    try:
+        return tuple(int(index) for index in indices)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(
+            f"{what}: take the items of the batch again: this latent carries the batch_index {reprlib.repr(indices)}"
+        ) from None
 
 
 def downscale(value: dict[str, Any]) -> tuple[int | None, int | None]:
@@ -164,10 +194,16 @@ def _refuse_unhonoured(options: dict[str, Any], what: str) -> None:
         raise ValueError(f"{what}: {way_out}: this CONDITIONING carries {key!r}{shown}, which Outrigger does not apply")
 
 
-def _to_send(tensor: torch.Tensor | None, what: str) -> torch.Tensor | None:
+def _held(value: Any) -> str:
+    return f"this input holds {'nothing' if value is None else type(value).__name__}"
+
+
+def _to_send(tensor: Any, what: str) -> torch.Tensor:
     """The tensor as it can travel: on the processor, in one piece."""
-    if tensor is None:
-        return None
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{what}: make it again: there is a {type(tensor).__name__} where a tensor should be")
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise ValueError(f"{what}: make it again: this tensor is {'empty' if tensor.is_meta else 'sparse'}")
     if str(tensor.dtype).removeprefix("torch.") not in ITEM_BYTES:
         raise ValueError(f"{what}: convert the tensor to float32: {tensor.dtype} does not travel to the sidecar")
     return tensor.detach().cpu().contiguous()

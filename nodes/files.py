@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
+import reprlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def component_choices(folder: str, part: str) -> list[str]:
 
 def find_model(choice: str) -> str:
     """Absolute path of a model by its choice (the built-in model stays a name). Raises `ValueError` with the way out."""
+    _check_name("model", choice)
     found = _found(MODEL_FOLDERS, built_in=TINY_SHAPES)
     name, folder = _parted(choice)
     folders = found.get(name, [])
@@ -46,6 +48,7 @@ def find_model(choice: str) -> str:
 
 def find_component(what: str, choice: str, folder: str, part: str) -> str:
     """Absolute path of a text encoder or VAE by its choice; the model's own stays a name."""
+    _check_name(what, choice)
     if choice == FROM_MODEL:
         return choice
     if choice in _names(folder):
@@ -84,6 +87,11 @@ def stamp(paths: dict[str, str]) -> str:
         (os.fsencode(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]
     )
     return hashlib.sha256(repr(stats).encode()).hexdigest()
+
+
+def _check_name(what: str, choice: object) -> None:
+    if not isinstance(choice, str):
+        raise ValueError(f"{what} {reprlib.repr(choice)} is not a name: choose one of the list")
 
 
 def _files_of(path: Path) -> list[Path]:

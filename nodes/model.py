@@ -114,6 +114,10 @@ class OutriggerLoadModel(io.ComfyNode):
                 raise ValueError(f"{name}: disconnect this input: this version of Outrigger has no {name} settings yet")
         paths = files.find_all(model, text_encoder=text_encoder, text_encoder_2=text_encoder_2, vae=vae)
         plan = settings.ParallelSettings() if parallel is None else parallel
+        if not isinstance(plan, settings.ParallelSettings):
+            raise ValueError(
+                f"parallel: connect Outrigger Configure Parallelism; this input holds {type(plan).__name__}, not a plan"
+            )
         return io.NodeOutput(
             in_our_words(
                 settings.ModelSettings, **paths, dtype=dtype, quant=quant, parallel=plan, stamp=files.stamp(paths)

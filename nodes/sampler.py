@@ -96,7 +96,7 @@ def sampled(
         negative=_negative(model, negative, widgets.needs_negative, display),
         latent=convert.to_latent(latent_image, "latent_image"),
         noise_mask=convert.noise_mask(latent_image, "latent_image"),
-        batch_index=convert.batch_index(latent_image),
+        batch_index=convert.batch_index(latent_image, "latent_image"),
         downscale=convert.downscale(latent_image),
         display=display,
         **given,

@@ -132,6 +132,6 @@ def _step(name: str, default: int, tooltip: str) -> io.Input:
 
 
 def _is_on(name: str, value: str) -> bool:
-    if value not in SWITCH:
+    if not isinstance(value, str) or value not in SWITCH:
         raise ValueError(f"{name} {value!r} is not available in Outrigger; choose one of: {', '.join(SWITCH)}")
     return SWITCH[value]

@@ -6,7 +6,7 @@ import logging
 import threading
 import uuid
 from contextlib import closing
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from . import host
 from .display import NodeDisplay
 
 log = logging.getLogger("outrigger")
+
+Request = TypeVar("Request", EncodeText, Sample, Decode)
 
 
 class SidecarFailure(RuntimeError):
@@ -49,7 +51,9 @@ _session = _Session()
 
 def encode_text(model: ModelSettings, text: str, display: NodeDisplay) -> Conditioning:
     """The prompt, encoded with the model's own text encoder. Raises as `run` does."""
-    return run(in_our_words(EncodeText, job=_new_job(), model=model, text=text), display).conditioning
+    if not isinstance(text, str):  # said here, because an error is logged, and a prompt must not be
+        raise ValueError(f"text: connect or write a text; this input holds {type(text).__name__}")
+    return run(_request(EncodeText, model, text=text), display).conditioning
 
 
 def sample(model: ModelSettings, settings: SampleSettings, *, display: NodeDisplay, **inputs: Any) -> torch.Tensor:
@@ -57,10 +61,9 @@ def sample(model: ModelSettings, settings: SampleSettings, *, display: NodeDispl
 
     Raises as `run` does.
     """
-    request = in_our_words(
+    request = _request(
         Sample,
-        job=_new_job(),
-        model=model,
+        model,
         settings=settings,
         cpu_noise_offset=host.cpu_noise_offset(),
         preview=host.wants_previews(),
@@ -71,7 +74,7 @@ def sample(model: ModelSettings, settings: SampleSettings, *, display: NodeDispl
 
 def decode(model: ModelSettings, latent: torch.Tensor, display: NodeDisplay) -> torch.Tensor:
     """The pictures of a latent, `(B * F, H, W, 3)` in 0..1. Raises as `run` does."""
-    return run(in_our_words(Decode, job=_new_job(), model=model, latent=latent), display).images
+    return run(_request(Decode, model, latent=latent), display).images
 
 
 def run(request: EncodeText | Sample | Decode, display: NodeDisplay) -> Encoded | Sampled | Decoded:
@@ -106,8 +109,12 @@ def _follow(request: EncodeText | Sample | Decode, display: NodeDisplay) -> Enco
     raise SidecarError("the sidecar ended the job without a result: queue the prompt again")
 
 
-def _new_job() -> str:
-    return uuid.uuid4().hex
+def _request(kind: type[Request], model: Any, **fields: Any) -> Request:
+    """A request of that kind. Raises `ValueError` with one sentence per value that does not fit in."""
+    if not isinstance(model, ModelSettings):
+        held = "nothing" if model is None else type(model).__name__
+        raise ValueError(f"model: connect Outrigger Load Model; this input holds {held}, not a model of Outrigger")
+    return in_our_words(kind, job=uuid.uuid4().hex, model=model, **fields)
 
 
 def _as_comfyui_shows_it(error: SidecarError) -> Exception:

@@ -77,7 +77,7 @@ class Conditioning(Message):
     embedding: Tensor
     pooled: Tensor | None = None
     attention_mask: Tensor | None = None
-    guidance: float | None = None
+    guidance: Finite | None = None
     strength: Finite = 1.0
     area: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(default=None, max_length=MAX_DIMS)
     area_percent: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] | None = Field(default=None, max_length=MAX_DIMS)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,6 +115,22 @@ def test_where_and_when_a_conditioning_counts_is_sent(pack, options, fields):
         (entry(area=3), "^negative: set the area again.* area 3$"),
         (entry(strength=float("nan")), "^negative: strength is nan"),
         (entry(default=True, area=(1, 1, 0, 0)), "^negative: a default conditioning .* cannot have an area"),
+        ([1], "^negative: connect a text encoder; an entry of this CONDITIONING is 1$"),
+        ([None], "an entry of this CONDITIONING is None$"),
+        ([[1]], r"an entry of this CONDITIONING is \[1\]$"),
+        ([[torch.zeros(1, 4, 8), "options"]], "^negative: connect a text encoder; an entry"),
+        ([["embedding", {}]], "^negative: make it again: there is a str where a tensor should be"),
+        (entry(mask=[1]), "^negative: mask: make it again: there is a list"),
+        (entry(pooled_output=torch.zeros(1, 3).to_sparse()), "^negative: pooled_output: make it again: .* sparse"),
+        (entry(attention_mask=torch.zeros(1, 4, device="meta")), "^negative: attention_mask: make it again: .* empty"),
+        (entry(strength="strong"), "^negative: set strength again: .* carries 'strong' for it"),
+        (entry(guidance=torch.zeros(3)), "^negative: set guidance again"),
+        (entry(guidance=float("inf")), "^negative: guidance is inf"),
+        (entry(start_percent=[0]), "^negative: set start_percent again"),
+        (entry(clip_start_percent=0, clip_end_percent={}), "^negative: set clip_end_percent again"),
+        (entry(area={"width": 3}), "^negative: set the area again"),
+        (entry(area=("percentage", None)), "^negative: set the area again"),
+        (entry(mask=MASK, set_area_to_bounds=torch.ones(2)), "^negative: set set_area_to_bounds again"),
     ],
 )
 def test_conditioning_of_another_form_is_refused(pack, value, says):
@@ -147,6 +164,15 @@ def test_latent_made_in_inference_mode_can_be_sent(pack):
         ({"samples": torch.zeros(1, 8, 100)}, "pictures or video"),
         ("nothing", "connect a latent"),
         ({}, "connect a latent"),
+        (None, "^samples: connect a latent; this input holds nothing, not a LATENT$"),
+        ({"samples": [1, 2]}, "connect a latent"),
+        ({"samples": "zeros"}, "connect a latent"),
+        ({"samples": torch.zeros(0, 16, 4, 4)}, "something in it"),
+        ({"samples": torch.zeros(1, 0, 4, 4)}, "something in it"),
+        ({"samples": torch.zeros(1, 16, 1, 0, 4)}, "something in it"),
+        ({"samples": torch.zeros(1, 16, 4, 0)}, "something in it"),
+        ({"samples": torch.zeros(1, 16, 4, 4, dtype=torch.complex64)}, "complex64 does not travel"),
+        ({"samples": torch.zeros(1, 16, 4, 4, device="meta")}, "make it again: .* empty"),
     ],
 )
 def test_latent_of_another_form_is_refused(pack, latent, says):
@@ -169,8 +195,11 @@ def test_an_empty_latent_tells_which_vae_it_was_made_for(pack):
 
 
 def test_batch_index_is_sent_as_numbers(pack):
-    assert pack.convert.batch_index({"batch_index": [2, torch.tensor(0)]}) == (2, 0)
-    assert pack.convert.batch_index({}) is None
+    assert pack.convert.batch_index({"batch_index": [2, torch.tensor(0)]}, "latent_image") == (2, 0)
+    assert pack.convert.batch_index({}, "latent_image") is None
+    for wrong in ("ab", 5, [None], [1e400], torch.ones(2, 2)):
+        with pytest.raises(ValueError, match=r"^latent_image: take the items of the batch again"):
+            pack.convert.batch_index({"batch_index": wrong}, "latent_image")
 
 
 # Model files
@@ -340,15 +369,20 @@ def test_a_plan_that_does_not_fit_is_refused_when_it_is_queued(pack, widgets, sa
     [
         ({"dtype": "int3"}, "dtype 'int3' is not available in Outrigger; choose one of: 'auto'"),
         ({"quant": "magic"}, "quant 'magic'"),
-        ({"parallel": "two"}, "parallel is 'two'"),
+        ({"parallel": "two"}, "^parallel: connect Outrigger Configure Parallelism; this input holds str"),
         ({"memory": object()}, "memory: disconnect"),
         ({"speed": object()}, "speed: disconnect"),
         ({"vae": "nowhere.safetensors"}, "vae 'nowhere.safetensors' is not in"),
+        ({"vae": None}, "^vae None is not a name: choose one of the list"),
+        ({"text_encoder": ["umt5"]}, "^text_encoder \\['umt5'\\] is not a name"),
+        ({"model": 5}, "^model 5 is not a name"),
+        ({"model": {}}, "^model {} is not a name"),
     ],
 )
 def test_load_model_checks_every_value_itself(pack, widgets, says):
+    node, widgets = pack.model.OutriggerLoadModel, {"model": "tiny-shapes"} | widgets
     with pytest.raises(ValueError, match=says):
-        pack.model.OutriggerLoadModel.execute(model="tiny-shapes", **widgets)
+        node.execute(**widgets)
 
 
 def test_sampler_names_are_checked_when_queued(pack):
@@ -505,6 +539,42 @@ def test_without_a_negative_the_empty_prompt_is_encoded_where_guidance_needs_one
     assert started[0].requests[0].text == ""
 
 
+@pytest.mark.parametrize(("value", "held"), [(None, "nothing"), (5, "int"), ({}, "dict"), (torch.zeros(1), "Tensor")])
+def test_what_is_not_our_model_is_refused_by_every_node(pack, sidecar, value, held):
+    started, says = (
+        sidecar(sampled(pack)),
+        f"^model: connect Outrigger Load Model; this input holds {held}, not a model",
+    )
+    for run in (
+        lambda: sample(pack, model=value),
+        lambda: sample(pack, model=value, negative=None),
+        lambda: sample_advanced(pack, model=value),
+        lambda: pack.session.encode_text(value, "red", None),
+        lambda: pack.session.decode(value, torch.zeros(1, 16, 4, 4), None),
+    ):
+        with pytest.raises(ValueError, match=says):
+            run()
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("secret \ud83d", "^text has a character that is half of a pair: delete it and type it again$"),
+        ("secret " * 10000, "^text has 70000 characters: shorten it to 65536 or less$"),
+        (["secret"], "^text: connect or write a text; this input holds list$"),
+    ],
+)
+def test_a_prompt_that_cannot_be_sent_is_refused_and_appears_nowhere(pack, sidecar, caplog, text, says):
+    started = sidecar(sampled(pack))
+    (model,) = pack.model.OutriggerLoadModel.execute(model="tiny-shapes")
+    with caplog.at_level("DEBUG"), pytest.raises(ValueError, match=says) as refusal:
+        pack.session.encode_text(model, text, None)
+    shown = caplog.text + "".join(traceback.format_exception(refusal.value))
+    assert "secret" not in shown.replace(__file__, "").replace(says, "")
+    assert started == []
+
+
 class Noise:
     """As ComfyUI's noise nodes make it."""
 
@@ -552,6 +622,11 @@ def test_advanced_widgets_reach_the_request(pack, sidecar):
         ({"shift": 101.0}, "^shift is 101.0: set it to 100"),
         ({"sigmas": 3}, "^sigmas: connect a scheduler"),
         ({"noise": 3}, "^noise: connect a noise node"),
+        ({"noise": SimpleNamespace(seed=1, generate_noise=lambda latent: None)}, "^noise: make it again: .* NoneType"),
+        ({"noise": SimpleNamespace(seed="x", generate_noise=lambda latent: latent["samples"])}, "^seed is 'x'"),
+        ({"sigmas": torch.ones(2).to_sparse()}, "^sigmas: make it again: .* sparse"),
+        ({"add_noise": ["enable"]}, "^add_noise .'enable'. "),
+        ({"latent_image": {"samples": torch.zeros(1, 16, 4, 4), "batch_index": "ab"}}, "^latent_image: take the items"),
         ({"latent_image": {}}, "^latent_image: connect a latent"),
     ],
 )
