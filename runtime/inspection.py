@@ -251,6 +251,12 @@ def _file_of(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], 
                 f"{path} is {variant.name} (it has {names[variant.tensor]}), which is not available yet. "
                 f"Available: {family.title}"
             )
+    for name in names:
+        if any(re.fullmatch(rf"{fused.pattern}\.weight", name) for fused in family.fused):
+            raise Refused(
+                f"{path} is {family.title} with fused layers ({names[name]}), which is not available yet: use the diffusers "
+                f"folder of this model"
+            )
     missing = [name for name in family.signature if name not in names]
     if missing:
         raise Refused(f"{path} looks like {family.title}, but lacks {', '.join(missing)}: download it again")

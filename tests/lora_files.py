@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+
+from runtime.pipeline import Pipeline
+from runtime.settings import LoraSettings
 
 RANK, ALPHA = 4, 3.0
 SPREAD = 0.02
@@ -111,3 +116,14 @@ def added(tensors: Mapping[str, Any], layer: str) -> torch.Tensor:
     down, up = (tensors[f"{flat(layer)}.lora_{side}.weight"].double().flatten(1) for side in ("down", "up"))
     alpha = tensors.get(f"{flat(layer)}.alpha")
     return (1.0 if alpha is None else float(alpha) / len(down)) * (up @ down)
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor], strength: float = 1.0) -> LoraSettings:
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+    return LoraSettings(path=str(path), strength=strength)
+
+
+def weights_of(pipeline: Pipeline) -> dict[str, torch.Tensor]:
+    """Every weight of the transformer, whatever holds it; and the pairs beside them."""
+    model = pipeline._loras._model
+    return {name.replace(".core.", "."): parameter for name, parameter in model.named_parameters()}

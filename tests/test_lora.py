@@ -7,21 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from runtime.checkpoint import build_transformer
 from runtime.errors import Refused
-from runtime.families.wan import WAN
 from runtime.inspection import inspect_model
 from runtime.linear import ParallelLinear
-from runtime.lora.formats import split_key, summary
-from runtime.lora.names import LayerNames
 from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.settings import LoraSettings, ModelSettings
-from runtime.tiny_shapes.export import to_comfy_transformer
-from tests.lora_files import Draw, added, dora, dotted, kohya, loha, lokr, peft
+from tests.lora_files import Draw, added, dora, dotted, kohya, loha, lokr, peft, weights_of, write
 from tests.ranks import Case, relative_error, run_as_threads, sample_request
 
 LIMIT = 2e-6
@@ -44,17 +39,6 @@ def load(mesh: Mesh | None = None, **settings) -> Pipeline:
 
 def latent(pipeline: Pipeline) -> torch.Tensor:
     return pipeline.sample(sample_request(Case(steps=2)), progress=ignore_progress)
-
-
-def write(path: Path, tensors: dict[str, torch.Tensor], strength: float = 1.0) -> LoraSettings:
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
-    return LoraSettings(path=str(path), strength=strength)
-
-
-def weights_of(pipeline: Pipeline) -> dict[str, torch.Tensor]:
-    """Every weight of the transformer, whatever holds it; and the pairs beside them."""
-    model = pipeline._loras._model
-    return {name.replace(".core.", "."): parameter for name, parameter in model.named_parameters()}
 
 
 def pairs_of(pipeline: Pipeline) -> int:
@@ -266,59 +250,3 @@ def test_only_safetensors_files_are_read(tmp_path):
     (tmp_path / "lora.pt").write_bytes(b"x")
     with pytest.raises(Refused, match="convert"):
         load().use_loras([LoraSettings(path=str(tmp_path / "lora.pt"))])
-
-
-# Names --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "lora_unet_blocks_1_self_attn_q",
-        "lora_unet__blocks_1_self_attn_q",
-        "diffusion_model.blocks.1.self_attn.q",
-        "model.diffusion_model.blocks.1.self_attn.q",
-        "blocks.1.self_attn.q",
-        "transformer.blocks.1.attn1.to_q",
-        "base_model.model.blocks.1.attn1.to_q",
-        "base_model.model.transformer.blocks.1.attn1.to_q",
-        "lycoris_blocks_1_attn1_to_q",
-        "lora_transformer_blocks_1_attn1_to_q",
-    ],
-)
-def test_every_way_to_write_a_layer_is_the_same_layer(name):
-    [target] = LayerNames(WAN, SHAPES).find(name)
-    assert target.name == "blocks.1.attn1.to_q.weight"
-
-
-def test_every_layer_is_found_by_its_flat_original_name():
-    """For each weight of the model, from the names of a checkpoint in the original layout."""
-    names = {name: torch.tensor(number) for number, name in enumerate(SHAPES)}
-    original, layers = to_comfy_transformer(names), LayerNames(WAN, SHAPES)
-    weights = [name for name in original if name.endswith(".weight")]
-    assert len(weights) == 37
-    for name in weights:
-        [target] = layers.find("lora_unet_" + name.removesuffix(".weight").replace(".", "_"))
-        assert torch.equal(names[target.name], original[name])
-
-
-@pytest.mark.parametrize(
-    ("key", "expected"),
-    [
-        ("a.0.lora_down.weight", ("a.0", "down")),
-        ("a.0.lora_B.default.weight", ("a.0", "up")),
-        ("a.to_q_lora.up.weight", ("a.to_q", "up")),
-        ("double_blocks.0.processor.qkv_lora1.down.weight", ("double_blocks.0.processor.qkv_lora1", "down")),
-        ("a.diff_b", ("a", "bias difference")),
-        ("a.dora_scale", ("a", "magnitude")),
-        ("a.lora_magnitude_vector.default.weight", ("a", "magnitude_of_sum")),
-        ("a.diff_m", None),
-        ("blocks.0.weight", None),
-    ],
-)
-def test_a_key_is_a_layer_and_a_role(key, expected):
-    assert split_key(key) == expected
-
-
-def test_keys_that_differ_in_their_block_are_told_in_one():
-    assert summary(["b.0.x", "b.1.x", "b.10.x", "c.0.x", "d"]) == "b.*.x (3), c.0.x, d"

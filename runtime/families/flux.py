@@ -8,12 +8,71 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .spec import FamilySpec, LatentFormat, LinearShard, Shapes, TensorSplit, TokenPlace, TokenSplit
+from .spec import FamilySpec, Fused, LatentFormat, LinearShard, Shapes, TensorSplit, TokenPlace, TokenSplit
 
 PATCH = (2, 2)
 HEAD_DIM = 128
 AXES = (16, 56, 56)
 """Of the rotary embedding: like the head size the same in every published model, and not in a checkpoint."""
+
+
+RENAMES = (
+    (r"^img_in\.", "x_embedder."),
+    (r"^txt_in\.", "context_embedder."),
+    (r"^time_in\.", "time_text_embed.timestep_embedder."),
+    (r"^vector_in\.", "time_text_embed.text_embedder."),
+    (r"^guidance_in\.", "time_text_embed.guidance_embedder."),
+    (r"^(time_text_embed\.\w+)\.in_layer\.", r"\1.linear_1."),
+    (r"^(time_text_embed\.\w+)\.out_layer\.", r"\1.linear_2."),
+    (r"^final_layer\.linear\.", "proj_out."),
+    (r"^double_blocks\.", "transformer_blocks."),
+    (r"^(transformer_blocks\.\d+)\.img_mod\.lin\.", r"\1.norm1.linear."),
+    (r"^(transformer_blocks\.\d+)\.txt_mod\.lin\.", r"\1.norm1_context.linear."),
+    (r"^(transformer_blocks\.\d+)\.(img_attn\.proj|processor\.proj_lora1)\.", r"\1.attn.to_out.0."),
+    (r"^(transformer_blocks\.\d+)\.(txt_attn\.proj|processor\.proj_lora2)\.", r"\1.attn.to_add_out."),
+    (r"^(transformer_blocks\.\d+)\.img_attn\.norm\.(query|key)_norm\.scale$", r"\1.attn.norm_\2.weight"),
+    (r"^(transformer_blocks\.\d+)\.txt_attn\.norm\.(query|key)_norm\.scale$", r"\1.attn.norm_added_\2.weight"),
+    (r"^(transformer_blocks\.\d+)\.img_mlp\.", r"\1.ff."),
+    (r"^(transformer_blocks\.\d+)\.txt_mlp\.", r"\1.ff_context."),
+    (r"^(transformer_blocks\.\d+\.ff(_context)?)\.0\.", r"\1.net.0.proj."),
+    (r"^(transformer_blocks\.\d+\.ff(_context)?)\.2\.", r"\1.net.2."),
+    (r"^single_blocks\.", "single_transformer_blocks."),
+    (r"^(single_transformer_blocks\.\d+)\.modulation\.lin\.", r"\1.norm.linear."),
+    (r"^(single_transformer_blocks\.\d+)\.(linear2|processor\.proj)\.", r"\1.proj_out."),
+    (r"^(single_transformer_blocks\.\d+)\.norm\.(query|key)_norm\.scale$", r"\1.attn.norm_\2.weight"),
+    (r"\.norm_(added_)?query\.weight$", r".norm_\1q.weight"),
+    (r"\.norm_(added_)?key\.weight$", r".norm_\1k.weight"),
+)
+"""From Black Forest Labs' names, and from those that xlabs' LoRAs have for some layers (`processor`)."""
+
+DOUBLE, SINGLE = r"transformer_blocks\.\d+", r"single_transformer_blocks\.\d+"
+FUSED = (
+    Fused(
+        rf"({DOUBLE})\.(img_attn\.qkv|processor\.qkv_lora1)",
+        blocks=(1, 1, 1),
+        parts=tuple((rf"\1.attn.to_{name}", (block,)) for block, name in enumerate("qkv")),
+    ),
+    Fused(
+        rf"({DOUBLE})\.(txt_attn\.qkv|processor\.qkv_lora2)",
+        blocks=(1, 1, 1),
+        parts=tuple((rf"\1.attn.add_{name}_proj", (block,)) for block, name in enumerate("qkv")),
+    ),
+    Fused(
+        rf"({SINGLE})\.linear1",
+        blocks=(1, 1, 1, 4),
+        parts=(
+            *((rf"\1.attn.to_{name}", (block,)) for block, name in enumerate("qkv")),
+            (r"\1.proj_mlp", (3,)),
+        ),
+    ),
+    Fused(
+        rf"({SINGLE})\.(linear1_qkv|processor\.qkv)",
+        blocks=(1, 1, 1),
+        parts=tuple((rf"\1.attn.to_{name}", (block,)) for block, name in enumerate("qkv")),
+    ),
+    Fused(r"final_layer\.adaLN_modulation\.1", blocks=(1, 1), parts=(("norm_out.linear", (1, 0)),)),
+)
+"""The modulation of the last layer has shift before scale there, and scale first in diffusers."""
 
 
 def config_from(shapes: Shapes) -> dict[str, Any]:
@@ -80,8 +139,6 @@ TINY = MappingProxyType(
 )
 """For tests: 4 heads of 32, 2 double and 2 single blocks."""
 
-DOUBLE, SINGLE = r"transformer_blocks\.\d+", r"single_transformer_blocks\.\d+"
-
 FLUX = FamilySpec(
     name="flux",
     title="Flux.1 dev",
@@ -96,7 +153,8 @@ FLUX = FamilySpec(
         "proj_out.weight",
     ),
     variants=(),
-    renames=(),
+    renames=RENAMES,
+    fused=FUSED,
     config_from=config_from,
     unsupported_config=unsupported_config,
     heads="num_attention_heads",

@@ -107,11 +107,25 @@ class Rebuilt:
 
 
 @dataclass(frozen=True)
+class Fused:
+    """A layer of the original layout whose rows lie otherwise in the class: fused there, or in another order.
+
+    `pattern` is one of its name, without `weight` or `bias`. Its rows are blocks of the relative sizes `blocks`; each of
+    `parts` is a layer of the class, by the replacement for the pattern, and the blocks that make it up, in their order.
+    """
+
+    pattern: str
+    blocks: tuple[int, ...]
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
 class FamilySpec:
     """One architecture.
 
     `renames` are (pattern, replacement) pairs, applied in order to every name of ComfyUI's and the original layout; they
-    leave diffusers' own names as they are. `signature` are tensors (diffusers' names) every checkpoint of it has.
+    leave diffusers' own names as they are; `fused` are the layers of that layout for which a name is not enough, after the
+    renames. `signature` are tensors (diffusers' names) every checkpoint of it has.
     `config_from` works out the configuration of the class from the shapes (diffusers' names), and `unsupported_config`
     names what a configuration is when it is a relative that is not run. `heads`, `head_dim`, `layers` and `text_width`
     are keys of the configuration. `self_attention` is a pattern of the modules whose attention runs over the split
@@ -154,6 +168,7 @@ class FamilySpec:
     timestep_scale: float = 1000.0
     sigma_table: int = 1000
     text_encoders: str = ""
+    fused: tuple[Fused, ...] = ()
 
     def stays_float32(self, name: str) -> bool:
         """Whether a tensor is held in float32, whatever number format is asked for."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from itertools import product
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 import torch
@@ -57,8 +57,21 @@ class LayerNames:
         return Target(name, target.rows) if name in self.shapes else None
 
     def _find_dotted(self, layer: str) -> tuple[Target, ...]:
-        name = renamed(f"{layer}{WEIGHT}", self.family)
-        return (Target(name),) if name in self.shapes else ()
+        name, own = (renamed(f"{layer}{end}", self.family) for end in (WEIGHT, ""))  # the original layout's scales
+        for weight in (name, own):
+            if weight.endswith(WEIGHT) and weight in self.shapes:
+                return (Target(weight),)
+        return self._find_fused(name.removesuffix(WEIGHT))
+
+    def _find_fused(self, layer: str) -> tuple[Target, ...]:
+        for fused in self.family.fused:
+            if found := re.fullmatch(fused.pattern, layer):
+                names = [f"{found.expand(part)}{WEIGHT}" for part, _ in fused.parts]
+                if all(name in self.shapes for name in names):
+                    spans = _spans(fused.blocks, sum(self.shapes[name][0] for name in names))
+                    blocks = [tuple(spans[block] for block in blocks) for _, blocks in fused.parts]
+                    return tuple(Target(name, Cut(0, each)) for name, each in zip(names, blocks, strict=True))
+        return ()
 
     def _find_flat(self, layer: str) -> tuple[Target, ...]:
         own = self._flat.get(layer)
@@ -77,6 +90,12 @@ class LayerNames:
             return None
         readings = product("._", repeat=len(parts) - 1)
         return next((each for each in readings if self._find_dotted(_joined(parts, each))), None)
+
+
+def _spans(blocks: tuple[int, ...], rows: int) -> list[slice]:
+    """Where each of the blocks lies, which together have so many rows."""
+    ends = [rows * end // sum(blocks) for end in accumulate(blocks, initial=0)]
+    return [slice(*pair) for pair in pairwise(ends)]
 
 
 def _joined(parts: list[str], separators: tuple[str, ...]) -> str:
