@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import os
 import reprlib
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,7 +96,9 @@ def _check_name(what: str, choice: object) -> None:
 
 
 def _files_of(path: Path) -> list[Path]:
-    return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+    if not path.is_dir():
+        return [path]
+    return [file for place, _, names in _walk(path) for name in names if (file := Path(place, name)).is_file()]
 
 
 def _found(folders: tuple[str, ...], *, built_in: str) -> dict[str, list[str]]:
@@ -115,11 +118,29 @@ def _names(folder: str) -> list[str]:
 
 def _diffusers_folders() -> Iterator[str]:
     for root in host.model_roots("diffusers"):
-        for place, inside, files in os.walk(root, followlinks=True):
+        for place, inside, files in _walk(root):
             if "model_index.json" in files and Path(place) != root:
                 yield os.path.relpath(place, root)
                 inside.clear()  # what is below a model is part of it
             inside[:] = [name for name in inside if not name.startswith(".")]
+
+
+def _walk(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """As `os.walk`, through links as well, but each folder once: by its own name, where that lies below `top` too.
+
+    Links may lead round in circles, or many to one place.
+    """
+    waiting, seen = deque([os.fspath(top)]), set()
+    while waiting:
+        for place, inside, files in os.walk(waiting.popleft()):
+            status = os.stat(place)
+            if (status.st_dev, status.st_ino) in seen:
+                inside.clear()
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            yield place, inside, files
+            folders = [os.path.join(place, name) for name in inside]
+            waiting.extend(folder for folder in folders if os.path.islink(folder))
 
 
 def _parts(part: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,8 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 RECORDED = Path(__file__).resolve().parent / "families" / "tiny"
 """Written by `python -m tests.record_tiny`."""
 MAX_JSON_BYTES = 64 << 20
+SHOWN = 300
+"""Characters of a path that an error shows."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,20 @@ def inspect_model(model: str) -> ModelFacts:
     if model.startswith(RANDOM):
         return _random(model)
     path = MODEL_FOLDER if model == TINY_SHAPES else Path(model)
-    if path.is_dir():
-        facts = _folder(path)
-    elif path.is_file():
-        facts = _file(path)
-    else:
-        raise Refused(f"{model}: no such file or folder. Choose a .safetensors file or a diffusers folder")
+    try:
+        facts = _at(path)
+    except OSError as error:
+        raise Refused(f"{path} cannot be read ({error}): let this user read it, or choose another") from error
     return replace(facts, name=TINY_SHAPES if model == TINY_SHAPES else path.name)
+
+
+def _at(path: Path) -> ModelFacts:
+    if os.path.isdir(path):  # unlike Path.is_dir, at peace with names that no file can have
+        return _folder(path)
+    if os.path.isfile(path):
+        return _file(path)
+    shown = ascii(str(path)[:SHOWN])[1:-1]
+    raise Refused(f"{shown}: no such file or folder. Choose a .safetensors file or a diffusers folder")
 
 
 def read_json(path: Path) -> dict[str, Any]:

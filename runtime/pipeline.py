@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -314,10 +315,10 @@ def _check_parts(settings: ModelSettings) -> None:
         raise Refused(
             "text_encoder_2 is set, but no model with two text encoders reads them yet: leave it at 'from model'"
         )
-    if settings.text_encoder != FROM_MODEL and not Path(settings.text_encoder).is_dir():
+    if settings.text_encoder != FROM_MODEL and not os.path.isdir(settings.text_encoder):
         raise Refused(
             f"{settings.text_encoder} is not a diffusers text_encoder folder, and single files are not available yet: use a "
             f"CLIP Loader (type wan) and CLIP Text Encode"
         )
-    if settings.vae != FROM_MODEL and not Path(settings.vae).exists():
+    if settings.vae != FROM_MODEL and not os.path.exists(settings.vae):
         raise Refused(f"{settings.vae}: no such VAE. Choose a file or folder that is there")

@@ -161,6 +161,25 @@ def test_missing_files_folders_and_families_are_refused(tmp_path):
         inspect_model(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "model", ["x" * 5000, f"{'x' * 300}.safetensors", "a\0b", "\ud800.safetensors", "random:\0", "/dev/null/x"]
+)
+def test_names_that_no_file_can_have_are_refused_in_a_line_that_can_be_shown(model):
+    with pytest.raises(Refused, match=r"no such file|no family") as refusal:
+        inspect_model(model)
+    assert len(str(refusal.value).encode()) < 500
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path, monkeypatch):
+    def locked(path):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr("runtime.inspection.read_header", locked)
+    with pytest.raises(Refused, match=r"model.safetensors cannot be read .*Permission denied.*: let this user read it"):
+        inspect_model(str(tmp_path / "model.safetensors"))
+
+
 def test_pickled_weights_in_a_folder_are_not_opened(tmp_path, model):
     model.save_config(tmp_path)
     (tmp_path / "diffusion_pytorch_model.bin").write_bytes(b"x")

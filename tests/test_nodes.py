@@ -336,6 +336,35 @@ def test_a_lora_file_that_changed_runs_the_node_again(pack, folders):
     assert pack.lora.OutriggerLora.fingerprint_inputs(lora_name="style.safetensors") != before
 
 
+def test_links_that_lead_round_in_circles_are_followed_once(pack, tmp_path):
+    root, elsewhere = tmp_path / "diffusers", tmp_path / "elsewhere"
+    folders = [root / f"{number:02}" for number in range(12)]
+    for folder in (*folders, elsewhere / "linked"):
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "model_index.json").touch()
+    for folder in folders:  # from each to every other: 12! ways without an end
+        for other in folders:
+            (folder / f"to-{other.name}").symlink_to(other)
+        (folder / "up").symlink_to(root)
+    (root / "out").symlink_to(elsewhere)
+    (root / "broken").symlink_to(tmp_path / "nowhere")
+    pack.fake.folders = {"diffusers": [root]}
+    names = [f"{folder.name}/model" for folder in folders]
+    assert pack.files.model_choices() == ["tiny-shapes", *names, "out/linked/model"]
+    assert len(list(pack.files._walk(root))) == 1 + 2 * 12 + 3
+
+
+def test_a_file_behind_a_linked_folder_is_part_of_the_model(pack, folders, tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "model.safetensors").write_bytes(b"x")
+    (folders / "diffusers/Wan2.1/text_encoder").symlink_to(shared)
+    paths = {"model": str(folders / "diffusers/Wan2.1")}
+    before = pack.files.stamp(paths)
+    (shared / "model.safetensors").write_bytes(b"other")
+    assert pack.files.stamp(paths) != before
+
+
 # Widgets
 
 
