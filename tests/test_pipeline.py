@@ -176,6 +176,24 @@ def test_a_long_prompt_is_not_cut(pipeline):
     assert embedding.shape == (1, 51, 4096) and embedding[0, -1].any()
 
 
+def test_a_prompt_that_no_memory_would_hold_is_refused(pipeline):
+    with pytest.raises(Refused, match=r"^the prompt has 60001 tokens: shorten it to 4096 or less$"):
+        pipeline.encode_text("a " * 60000, progress=ignore_progress)
+
+
+def test_encoding_can_be_cancelled_after_each_block_and_starts_anew(pipeline):
+    pipeline.encode_text("red", progress=ignore_progress)
+    whole = Recorder()
+    expected = pipeline.encode_text("a long prompt", progress=whole).embedding
+    blocks = len(pipeline._text_encoder._model.encoder.block)
+    assert whole.calls == [("encoding text", step, blocks) for step in range(blocks + 1)]
+    with pytest.raises(Cancelled):
+        pipeline.encode_text("a long prompt", progress=Recorder(cancel_at=2))
+    again = Recorder()
+    assert torch.equal(pipeline.encode_text("a long prompt", progress=again).embedding, expected)
+    assert again.calls == whole.calls
+
+
 # Sampling -----------------------------------------------------------------------------------------------------------
 
 

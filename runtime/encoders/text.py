@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -16,6 +19,8 @@ from ..progress import ReportProgress
 from ..protocol import Conditioning
 
 STAGE = "encoding text"
+MOST_TOKENS = 4096
+"""Of a prompt; eight times what the models were trained on. Attention's memory grows with the square."""
 
 
 class TextEncoder:
@@ -40,18 +45,45 @@ class TextEncoder:
 
     @torch.inference_mode()
     def encode(self, text: str, *, progress: ReportProgress) -> Conditioning:
-        """`(1, L, D)` float32 on the CPU, zero where the prompt has ended; L grows with prompts over the usual length."""
-        progress(STAGE, 0, 1, together=False)
+        """`(1, L, D)` float32 on the CPU, zero where the prompt has ended; L grows with prompts over the usual length.
+
+        Raises `Refused` for a prompt that is too long, `Cancelled` when the job is stopped between two blocks.
+        """
         tokens = self._tokenizer([text], return_tensors="pt", return_attention_mask=True)
-        length = max(self._length, tokens.input_ids.shape[1])
-        tokens = self._tokenizer.pad(tokens, padding="max_length", max_length=length, return_tensors="pt")
+        count = tokens.input_ids.shape[1]
+        if count > MOST_TOKENS:
+            raise Refused(f"the prompt has {count} tokens: shorten it to {MOST_TOKENS} or less")
+        tokens = self._tokenizer.pad(
+            tokens, padding="max_length", max_length=max(self._length, count), return_tensors="pt"
+        )
         ids, mask = tokens.input_ids.to(self._device), tokens.attention_mask.to(self._device)
+        with self._on_device(), _reporting(self._model.encoder.block, progress):
+            hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
+        return Conditioning(embedding=(hidden.float() * mask.unsqueeze(-1)).cpu())
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
         self._model.to(self._device)
-        hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
-        embedding = (hidden.float() * mask.unsqueeze(-1)).cpu()
-        self._model.to("cpu")
-        progress(STAGE, 1, 1, together=False)
-        return Conditioning(embedding=embedding)
+        try:
+            yield
+        finally:
+            self._model.to("cpu")
+
+
+@contextmanager
+def _reporting(blocks: Sequence[nn.Module], progress: ReportProgress) -> Iterator[None]:
+    """Report after each block; the job may be cancelled there."""
+    steps = iter(range(1, len(blocks) + 1))
+    hooks = [
+        block.register_forward_hook(lambda *_: progress(STAGE, next(steps), len(blocks), together=False))
+        for block in blocks
+    ]
+    progress(STAGE, 0, len(blocks), together=False)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _tokenizer(folder: Path, *, length: int) -> tuple[AutoTokenizer, int]:
