@@ -20,7 +20,7 @@ from .inspection import ModelFacts, inspect_model
 from .linear import hold_hooks, swap_linears
 from .lora.apply import Loras
 from .mesh import Mesh
-from .prediction import Predictor
+from .prediction import Predictor, check_positions
 from .previews import preview_image
 from .progress import ReportProgress
 from .protocol import Conditioning, Sample
@@ -67,6 +67,7 @@ class Pipeline:
         self._dtype = _dtype(settings, mesh)
         self._text_width: int = transformer.config[facts.spec.text_width]
         self._pooled_width: int = transformer.config[facts.spec.pooled_width] if facts.spec.pooled_width else 0
+        self._positions: int | None = transformer.config[facts.spec.positions] if facts.spec.positions else None
         predict = Predictor(transformer, facts.spec, dtype=self._dtype)
         replicas = mesh.group("data")
         self._predict = predict if replicas is None else Replicas(predict, replicas)
@@ -155,13 +156,16 @@ class Pipeline:
         return self._decoder.decode(latent, progress=progress)
 
     def _fitted(self, request: Sample) -> torch.Tensor:
-        """The latent of a request in the shape the model samples in, float32 on the CPU."""
+        """The latent of a request in the shape the model samples in, float32 on the CPU. Raises `Refused` for one too large."""
         form = self._family.latent
-        return resize_empty_latent(
+        latent = resize_empty_latent(
             fit_empty_latent(request.latent.float().cpu(), channels=form.channels, dims=form.dims),
             spatial=(request.downscale[0] or form.spatial) / form.spatial,
             temporal=(request.downscale[1] or form.temporal) / form.temporal,
         )
+        if self._positions is not None:
+            check_positions(latent.shape, self._family, table=self._positions)
+        return latent
 
     def _denoiser(self, request: Sample, x: torch.Tensor, table: FlowTable) -> Denoiser:
         """What the samplers call, for latents like `x`."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .errors import Refused
 from .families.spec import FamilySpec
 from .protocol import Conditioning
 
@@ -70,6 +71,19 @@ def unpack(tokens: torch.Tensor, shape: torch.Size, patch: tuple[int, ...]) -> t
 def patches(shape: Sequence[int], patch: tuple[int, ...]) -> tuple[int, ...]:
     """How many patches a latent of this shape has along each dim."""
     return tuple(size // step for size, step in zip(shape[2:], patch, strict=True))
+
+
+def check_positions(shape: Sequence[int], family: FamilySpec, *, table: int) -> None:
+    """Raise `Refused` for a latent of this shape that goes on where the model's table of positions ends."""
+    most = [table * step for step in family.patch]
+    if all(size <= largest for size, largest in zip(shape[2:], most, strict=True)):
+        return
+    frames = f" and {shape[2]} latent frames" if len(most) > 2 else ""
+    pixels = [size * family.latent.spatial for size in (shape[-1], shape[-2], most[-1], most[-2])]
+    raise Refused(
+        f"the latent is of {pixels[0]} x {pixels[1]} pixels{frames}, but the positions of this {family.title} end at "
+        f"{pixels[2]} x {pixels[3]}{f' and {most[0]}' if frames else ''}: use a smaller latent"
+    )
 
 
 def image_ids(latent: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:

@@ -257,6 +257,25 @@ def test_inputs_of_another_model_are_refused(pipeline):
         pipeline.sample(request(width=768), progress=ignore_progress)
 
 
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((1, 16, 1, 2, 12500), "of 100000 x 16 pixels and 1 latent frames, .* end at 16384 x 16384 and 1024: use"),
+        ((1, 16, 1, 2049, 2), "of 16 x 16392 pixels"),
+        ((1, 16, 1025, 2, 2), "of 16 x 16 pixels and 1025 latent frames"),
+    ],
+)
+def test_a_latent_beyond_the_models_positions_is_refused_before_it_runs(pipeline, shape, words):
+    recorder = Recorder()
+    with pytest.raises(Refused, match=words):
+        pipeline.sample(request(latent=shape), progress=recorder)
+    assert recorder.calls == []
+
+
+def test_the_last_position_of_the_model_is_used(pipeline):
+    assert pipeline.sample(request(latent=(1, 16, 1, 2, 2048), steps=1), progress=ignore_progress).isfinite().all()
+
+
 # Decoding -----------------------------------------------------------------------------------------------------------
 
 

@@ -134,7 +134,8 @@ class FamilySpec:
     denoised = x - sigma * output, and the model is told sigma * `timestep_scale`. `sigma_table` is how many noise levels
     ComfyUI keeps for it. `packed`: the model takes
     patches of the latent as tokens, `(B, tokens, C * patch)`. `pooled_width`, where it reads a pooled prompt, is a key of
-    the configuration. `text_encoders` says, where the model's own cannot be used yet, what they are and the way out.
+    the configuration; so is `positions`, where the model has a table of them: how many patches it goes to along each dim.
+    `text_encoders` says, where the model's own cannot be used yet, what they are and the way out.
     """
 
     name: str
@@ -164,6 +165,7 @@ class FamilySpec:
     text_length: int
     tiny: Mapping[str, Any]
     pooled_width: str = ""
+    positions: str = ""
     packed: bool = False
     timestep_scale: float = 1000.0
     sigma_table: int = 1000

@@ -185,6 +185,7 @@ WAN = FamilySpec(
             ),
         ),
     ),
+    positions="rope_max_seq_len",
     prediction="velocity",
     shift=8.0,
     latent=LATENT,
