@@ -51,7 +51,10 @@ class OutriggerLoadModel(io.ComfyNode):
                     options=list(QUANT_KINDS),
                     optional=True,
                     default=QUANT_KINDS[0],
-                    tooltip="Quantisation of the weights. This version knows none.",
+                    tooltip=(
+                        "none: as the file stores them. svdquant-int4 or svdquant-nvfp4: 4-bit weights and activations with "
+                        "a low-rank branch (rank 32), made of a plain file as it is loaded."
+                    ),
                 ),
                 _component("text_encoder", "text_encoders", "Text encoder. from model: the one in the model's folder."),
                 advanced(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
 
 from .footprint import bytes_per_rank
 from .inspection import ModelFacts
+from .parallel.lengths import grained_lengths
+from .stored import GROUPS
 
 BRANCHES = 2
 """Of guidance: the positive and the negative prompt."""
@@ -62,6 +65,22 @@ class Needs:
             formula = " x ".join(f"{axis} {degree}" for axis, degree in sharing.items())
             product = f" = {ranks}" if len(sharing) > 1 else ""
             return f"{formula}{product} is more than the {heads} attention heads of {name}: {ranks} ranks for {heads} heads"
+        return self._cut_group(degrees.get("tensor", 1))
+
+    def _cut_group(self, tensor: int) -> str:
+        """Why the inputs of the quantised Linears cannot be dealt out; empty when they can."""
+        for name, stored in self.facts.stored.items():
+            group, shape = GROUPS.get(stored.kind, 1), self.facts.shapes[f"{name}.weight"]
+            shard = next((shard for shard in self.facts.spec.tensor.linears if re.fullmatch(shard.pattern, name)), None)
+            if tensor == 1 or group == 1 or shard is None or shard.mode != "row":
+                continue
+            unit = shape[1] // sum(shard.blocks)
+            cuts = (grained_lengths(block * unit, tensor, self.facts.head_dim) for block in shard.blocks)
+            if any(length % group for lengths in cuts for length in lengths[:-1]):
+                return (
+                    f"tensor {tensor} deals the {shape[1]} inputs of {name} out within a group of {group}, which {stored.kind} "
+                    f"rounds together"
+                )
         return ""
 
     def bytes_per_rank(self, tensor: int) -> int:

@@ -6,9 +6,12 @@ import math
 import re
 
 from .inspection import ModelFacts
+from .stored import GROUPS, SVDQUANT_NVFP4
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FLOAT32_BYTES = 4
+LOW_RANK = 32
+"""The rank beside a 4-bit weight, as good as always."""
 
 
 def bytes_per_rank(facts: ModelFacts, *, dtype: str, tensor: int) -> int:
@@ -16,11 +19,16 @@ def bytes_per_rank(facts: ModelFacts, *, dtype: str, tensor: int) -> int:
 
     Layers that the family does not cut are whole on every rank, and some stay in float32.
     """
-    return sum(
-        _elements_held(facts, name, shape, tensor)
-        * (FLOAT32_BYTES if facts.spec.stays_float32(name) else DTYPE_BYTES[dtype])
-        for name, shape in facts.shapes.items()
-    )
+    return sum(round(_bytes_held(facts, name, shape, dtype, tensor)) for name, shape in facts.shapes.items())
+
+
+def _bytes_held(facts: ModelFacts, name: str, shape: tuple[int, ...], dtype: str, tensor: int) -> float:
+    elements, plain = _elements_held(facts, name, shape, tensor), DTYPE_BYTES[dtype]
+    stored = facts.stored.get(name.removesuffix(".weight"))
+    if stored is None or stored.kind not in GROUPS:
+        return elements * (FLOAT32_BYTES if facts.spec.stays_float32(name) else plain)
+    scale = (1 if stored.kind == SVDQUANT_NVFP4 else plain) / GROUPS[stored.kind]
+    return elements * (0.5 + scale) + LOW_RANK * sum(shape) * plain
 
 
 def _elements_held(facts: ModelFacts, name: str, shape: tuple[int, ...], degree: int) -> int:

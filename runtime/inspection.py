@@ -16,7 +16,7 @@ from .families import FAMILIES
 from .families.spec import FamilySpec
 from .safetensors_header import TensorEntry, read_header
 from .settings import TINY_SHAPES
-from .stored import Stored
+from .stored import PLAIN, Stored
 from .tiny_shapes import MODEL_FOLDER
 
 RANDOM = "random:"
@@ -65,11 +65,24 @@ class ModelFacts:
         return FAMILIES[self.family]
 
 
-def inspect_model(model: str) -> ModelFacts:
+def inspect_model(model: str, *, quant: str = PLAIN) -> ModelFacts:
     """The facts of `tiny-shapes`, `random:FAMILY`, a diffusers folder, a transformer folder or a .safetensors file.
 
-    Raises `Refused`, with the path, what was found and the way out.
+    `quant` is what its Linears become as they are loaded. Raises `Refused`, with the path, what was found and the way out.
     """
+    facts = _found(model)
+    if quant == PLAIN:
+        return facts
+    if facts.stored:
+        raise Refused(f"{facts.name} is quantised already: set quant to {PLAIN}, which runs it as it is stored")
+    linears = {name.removesuffix(".weight") for name in facts.shapes if name.endswith(".weight")}
+    chosen = {name: Stored(quant) for name in sorted(linears) if facts.spec.four_bit(name)}
+    if not chosen:
+        raise Refused(f"quant {quant}: no Linear of {facts.name} can be held so. Set quant to {PLAIN}")
+    return replace(facts, stored=MappingProxyType(chosen))
+
+
+def _found(model: str) -> ModelFacts:
     if model.startswith(RANDOM):
         return _random(model)
     path = MODEL_FOLDER if model == TINY_SHAPES else Path(model)

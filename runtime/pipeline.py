@@ -77,7 +77,7 @@ class Pipeline:
     @classmethod
     def load(cls, settings: ModelSettings, *, mesh: Mesh, progress: ReportProgress) -> Pipeline:
         """Everything that changes a model, in this order. Encoder and VAE are read when they are first used."""
-        facts = inspect_model(settings.model)
+        facts = inspect_model(settings.model, quant=settings.quant)
         _check_parts(settings)
         transformer, shapes = build_transformer(facts)
         swap_linears(

@@ -220,7 +220,7 @@ def _machine() -> Machine:
 
 
 def _plan_for(model: ModelSettings) -> Plan:
-    return make_plan(model.parallel, inspect_model(model.model), _machine(), dtype=model.dtype)
+    return make_plan(model.parallel, inspect_model(model.model, quant=model.quant), _machine(), dtype=model.dtype)
 
 
 def _default_endpoint(home: Path, name: str) -> str:

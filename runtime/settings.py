@@ -32,7 +32,7 @@ SCHEDULER_NAMES = (
 )  # fmt: skip
 """Both in ComfyUI's order."""
 DTYPES = ("auto", "bf16", "fp16", "fp32")
-QUANT_KINDS = ("none",)
+QUANT_KINDS = ("none", "svdquant-int4", "svdquant-nvfp4")
 
 _DEVICES = re.compile(r"auto|cpu:[1-9][0-9]?|cuda:[0-9]{1,2}(,[0-9]{1,2})*")
 
@@ -120,7 +120,7 @@ class ModelSettings(Settings):
 
     model: str = Field(min_length=1)
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    quant: Literal["none"] = "none"
+    quant: Literal["none", "svdquant-int4", "svdquant-nvfp4"] = "none"
     text_encoder: str = FROM_MODEL
     text_encoder_2: str = FROM_MODEL
     vae: str = FROM_MODEL

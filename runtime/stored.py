@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 PLAIN = "none"
+SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, SVDQUANT_NVFP4 = "svdquant-int4", "svdquant-int4-unsigned", "svdquant-nvfp4"
+GROUPS: Mapping[str, int] = {SVDQUANT_INT4: 64, SVDQUANT_INT4_UNSIGNED: 64, SVDQUANT_NVFP4: 16}
+"""How many input features are rounded together, by kind: no cut may go through them."""
 
 
 @dataclass(frozen=True)

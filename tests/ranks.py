@@ -55,6 +55,7 @@ class Case:
     scheduler: str = "simple"
     model: str = "random:wan"
     dtype: str = "auto"
+    quant: str = "none"
     degrees: dict[str, int] = field(default_factory=dict)
     regions: str = ""
     """Which of `REGIONS` the conditioning has."""
@@ -63,6 +64,7 @@ class Case:
         degrees = " ".join(f"{axis}{degree}" for axis, degree in self.degrees.items())
         shape = "x".join(map(str, self.latent))
         model, prompts = self.model.removeprefix("random:"), f"prompts{self.prompts}"
+        model += "" if self.quant == "none" else f" {self.quant}"
         settings = f"{self.sampler} {self.scheduler} {self.regions}".rstrip()
         return f"{model} {degrees} {shape} cfg{self.cfg:g} {prompts} {settings}"
 
@@ -81,7 +83,7 @@ def sample_request(case: Case) -> Sample:
     )
     return Sample(
         job="test",
-        model=ModelSettings(model=case.model, dtype=case.dtype),
+        model=ModelSettings(model=case.model, dtype=case.dtype, quant=case.quant),
         settings=SampleSettings(
             steps=case.steps, cfg=case.cfg, sampler_name=case.sampler, scheduler=case.scheduler, seed=7
         ),
@@ -106,9 +108,9 @@ def entry(case: Case, length: int, fields: dict[str, Any], generator: torch.Gene
 
 def run_case(case: Case, mesh: Mesh, pipelines: dict[Any, Pipeline]) -> torch.Tensor:
     """The latent of a case on this rank. Pipelines are kept in `pipelines`, one for each model and mesh."""
-    key = (case.model, case.dtype, tuple(case.degrees.items()))
+    key = (case.model, case.dtype, case.quant, tuple(case.degrees.items()))
     if key not in pipelines:
-        settings = ModelSettings(model=case.model, dtype=case.dtype)
+        settings = ModelSettings(model=case.model, dtype=case.dtype, quant=case.quant)
         pipelines[key] = Pipeline.load(settings, mesh=mesh, progress=ignore_progress)
     return pipelines[key].sample(sample_request(case), progress=ignore_progress)
 

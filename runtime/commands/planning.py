@@ -10,4 +10,4 @@ from ..settings import ModelSettings
 
 def plan_for(model: ModelSettings) -> Plan:
     """The legal plan. Raises `PlanRefused` with the nearest one, `Refused` for a model that cannot be used."""
-    return make_plan(model.parallel, inspect_model(model.model), Machine.here(), dtype=model.dtype)
+    return make_plan(model.parallel, inspect_model(model.model, quant=model.quant), Machine.here(), dtype=model.dtype)

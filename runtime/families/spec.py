@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -171,6 +172,14 @@ class FamilySpec:
     sigma_table: int = 1000
     text_encoders: str = ""
     fused: tuple[Fused, ...] = ()
+
+    def four_bit(self, linear: str) -> bool:
+        """Whether a Linear may be held in 4 bits: one of a block that tensor parallel cuts in two halves of a pair, which
+        leaves out modulation and whatever is near the input and the output.
+        """
+        in_block = any(re.match(rf"{block}\.\d+\.", linear) for block in self.blocks)
+        halves = (shard for shard in self.tensor.linears if shard.mode in ("column", "row"))
+        return in_block and any(re.fullmatch(shard.pattern, linear) for shard in halves)
 
     def stays_float32(self, name: str) -> bool:
         """Whether a tensor is held in float32, whatever number format is asked for."""

@@ -1,4 +1,4 @@
-"""Who has how many of something that is dealt to the ranks of a group, and which part of a tensor that is."""
+"""Which part of a full tensor a rank of a group holds."""
 
 from __future__ import annotations
 
@@ -8,22 +8,9 @@ from typing import Any
 
 import torch
 
+from .lengths import even_lengths, grained_lengths, span
 
-def even_lengths(total: int, degree: int) -> tuple[int, ...]:
-    """How many of `total` each rank has; they differ by at most one."""
-    return tuple(total // degree + (rank < total % degree) for rank in range(degree))
-
-
-def grained_lengths(total: int, degree: int, grain: int) -> tuple[int, ...]:
-    """Even lengths that are numbers of grains, where the total is one; they differ by at most a grain."""
-    grain = 1 if total % grain else grain
-    return tuple(grain * count for count in even_lengths(total // grain, degree))
-
-
-def span(lengths: Sequence[int], rank: int) -> slice:
-    """Where the part of a rank lies in the whole."""
-    start = sum(lengths[:rank])
-    return slice(start, start + lengths[rank])
+__all__ = ["WHOLE", "Cut", "even_lengths", "grained_lengths", "span"]
 
 
 @dataclass(frozen=True)
