@@ -6,6 +6,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .conditioning import OutriggerTextEncode
 from .decode import OutriggerDecode
+from .encode import OutriggerEncode
 from .lora import OutriggerLora
 from .model import OutriggerLoadModel
 from .parallel import OutriggerParallelism
@@ -20,6 +21,7 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     OutriggerSampler,
     OutriggerSamplerAdvanced,
     OutriggerDecode,
+    OutriggerEncode,
 )
 
 

@@ -185,6 +185,15 @@ def from_images(images: torch.Tensor) -> torch.Tensor:
     return host.to_intermediate(images)
 
 
+def to_pixels(value: Any, what: str) -> torch.Tensor:
+    """The tensor of an IMAGE, ready to send: `(N, H, W, 3)`, without transparency."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{what}: connect a picture; {_held(value)}, not an IMAGE")
+    if value.ndim != 4 or value.shape[-1] < 3 or not value.numel():
+        raise ValueError(f"{what}: use pictures with three colours; this IMAGE has the shape {tuple(value.shape)}")
+    return _to_send(value[..., :3], what)
+
+
 def _refuse_unhonoured(options: dict[str, Any], what: str) -> None:
     for key, value in options.items():
         if key in HONOURED or key in WITHOUT_EFFECT or value is None:

@@ -60,7 +60,9 @@ class OutriggerLoadModel(io.ComfyNode):
                 advanced(
                     _component("text_encoder_2", "text_encoders", "Second text encoder, for models that have two.")
                 ),
-                _component("vae", "vae", "VAE for Outrigger Decode. from model: the one in the model's folder."),
+                _component(
+                    "vae", "vae", "VAE for Outrigger Decode and Encode. from model: the one in the model's folder."
+                ),
                 Parallel.Input(
                     "parallel",
                     optional=True,

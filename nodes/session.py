@@ -12,7 +12,7 @@ import torch
 
 from ..runtime.client import Sidecar
 from ..runtime.errors import Cancelled, SidecarError, in_our_words
-from ..runtime.protocol import Conditioning, Decode, Decoded, Encoded, EncodeText, Notice, Progress, Sample, Sampled
+from ..runtime.protocol import Conditioning, Decode, EncodePixels, EncodeText, Notice, Progress, Result, Sample, Work
 from ..runtime.settings import ModelSettings, SampleSettings
 from . import host
 from .display import NodeDisplay
@@ -77,7 +77,12 @@ def decode(model: ModelSettings, latent: torch.Tensor, display: NodeDisplay) -> 
     return run(_request(Decode, model, latent=latent), display).images
 
 
-def run(request: EncodeText | Sample | Decode, display: NodeDisplay) -> Encoded | Sampled | Decoded:
+def encode(model: ModelSettings, pixels: torch.Tensor, display: NodeDisplay) -> torch.Tensor:
+    """The latent of pictures, `(N, H, W, 3)` in 0..1. Raises as `run` does."""
+    return run(_request(EncodePixels, model, pixels=pixels), display).latent
+
+
+def run(request: Work, display: NodeDisplay) -> Result:
     """Have the sidecar do a request, and show how it goes.
 
     Raises `ValueError` for what the user can put right, `SidecarFailure` for what they cannot,
@@ -93,7 +98,7 @@ def run(request: EncodeText | Sample | Decode, display: NodeDisplay) -> Encoded 
     return result
 
 
-def _follow(request: EncodeText | Sample | Decode, display: NodeDisplay) -> Encoded | Sampled | Decoded:
+def _follow(request: Work, display: NodeDisplay) -> Result:
     if host.interrupted():
         raise Cancelled
     sidecar = _session.sidecar()
@@ -104,7 +109,7 @@ def _follow(request: EncodeText | Sample | Decode, display: NodeDisplay) -> Enco
                     display.progress(event)
                 case Notice():
                     display.notice(event)
-                case Encoded() | Sampled() | Decoded():
+                case Result():
                     return event
     raise SidecarError("the sidecar ended the job without a result: queue the prompt again")
 

@@ -19,15 +19,13 @@ from .pool import SMALLEST_BYTES, Mappings, Pool
 from .protocol import (
     Address,
     Cancel,
-    Decoded,
-    Encoded,
     Event,
     Failed,
     Hello,
     Notice,
     Progress,
     Report,
-    Sampled,
+    Result,
     Status,
     Stopped,
     Welcome,
@@ -143,7 +141,7 @@ class Sidecar:
                     yield event
                 case Failed() if give_up is None:
                     raise _error_of(event)
-                case Encoded() | Sampled() | Decoded() if give_up is None:
+                case Result() if give_up is None:
                     yield event
                     return
                 case _:
@@ -159,7 +157,7 @@ class Sidecar:
             event = decode(parse(frames, event_from), frames, mappings=self._mappings, give_back=True)
         except ProtocolError as error:
             raise SidecarError(f"the sidecar sent what is not a message: {error}") from error
-        if isinstance(event, (Encoded, Sampled, Decoded, Stopped, Failed)):
+        if isinstance(event, (Result, Stopped, Failed)):
             for name in self._lent.pop(event.job, ()):
                 self._pool.give_back(name)  # every rank is through with the request
         return event

@@ -16,8 +16,6 @@ from .plan import Plan
 from .pool import Mappings
 from .protocol import (
     Cancel,
-    Decoded,
-    Encoded,
     Event,
     Failed,
     Finished,
@@ -25,7 +23,7 @@ from .protocol import (
     Progress,
     Ready,
     Report,
-    Sampled,
+    Result,
     Stopped,
     Work,
     event_from,
@@ -217,7 +215,7 @@ class Executor:
                 return self._pass_on(job, frames)
             case Notice():
                 return self._pass_on(job, frames)
-            case Encoded() | Sampled() | Decoded():
+            case Result():
                 job.result = frames
             case Stopped():
                 latest = time.monotonic() + STOP_SECONDS

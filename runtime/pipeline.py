@@ -11,8 +11,10 @@ from torch import nn
 
 from .checkpoint import STAGE as LOADING
 from .checkpoint import build_transformer, fill_transformer
+from .encoders.rows import Rows
 from .encoders.text import TextEncoder
-from .encoders.vae import VideoDecoder
+from .encoders.vae import Autoencoder
+from .encoders.vae_files import load_autoencoder
 from .errors import Refused
 from .families.spec import LatentFormat
 from .guidance import Denoiser, Entry
@@ -41,7 +43,7 @@ from .sampling import (
     to_model_space,
 )
 from .sequence import Sequence, split_tokens
-from .settings import FROM_MODEL, LoraSettings, ModelSettings
+from .settings import AXES, FROM_MODEL, LoraSettings, ModelSettings
 
 SAMPLING = "sampling"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -72,7 +74,7 @@ class Pipeline:
         replicas = mesh.group("data")
         self._predict = predict if replicas is None else Replicas(predict, replicas)
         self._text_encoder: TextEncoder | None = None
-        self._decoder: VideoDecoder | None = None
+        self._autoencoder: Autoencoder | None = None
 
     @classmethod
     def load(cls, settings: ModelSettings, *, mesh: Mesh, progress: ReportProgress) -> Pipeline:
@@ -146,14 +148,13 @@ class Pipeline:
 
     def decode(self, latent: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor | None:
         """`(B * F, H, W, 3)` float32 in 0..1 on the CPU; None on every rank but the first. Raises `Refused` without a VAE."""
-        path = self._vae_path()  # on every rank, so that all refuse alike and stay
-        _check_latent(latent, channels=self._family.latent.channels)
-        if self._mesh.rank != 0:
-            return None
-        if self._decoder is None:
-            progress(LOADING, 0, 1, together=False)
-            self._decoder = VideoDecoder.load(path, device=self._mesh.device)
-        return self._decoder.decode(latent, progress=progress)
+        return self._vae(progress).decode(latent, progress=progress)
+
+    def encode(self, pixels: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor | None:
+        """The latent of `(N, H, W, 3)` in 0..1, float32 on the CPU; None on every rank but the first. Raises `Refused`
+        without a VAE.
+        """
+        return self._vae(progress).encode(pixels, progress=progress)
 
     def _fitted(self, request: Sample) -> torch.Tensor:
         """The latent of a request in the shape the model samples in, float32 on the CPU. Raises `Refused` for one too large."""
@@ -248,14 +249,19 @@ class Pipeline:
             folder, tokenizer, length=self._family.text_length, dtype=AUTO_DTYPE[device.type], device=device
         )
 
-    def _vae_path(self) -> Path:
-        """Where the VAE is. Raises `Refused` when there is none."""
-        path = self._facts.vae if self._settings.vae == FROM_MODEL else Path(self._settings.vae)
-        if path is None:
-            raise Refused(
-                f"{self._facts.name} comes without a VAE: use a VAE Loader and VAE Decode, or choose a VAE in Load Model"
-            )
-        return path
+    def _vae(self, progress: ReportProgress) -> Autoencoder:
+        """The VAE, read when it is first asked for. Raises `Refused` when there is none."""
+        if self._autoencoder is None:
+            path = self._facts.vae if self._settings.vae == FROM_MODEL else Path(self._settings.vae)
+            if path is None:
+                raise Refused(
+                    f"{self._facts.name} comes without a VAE: use a VAE Loader with VAE Decode or VAE Encode, or choose a "
+                    f"VAE in Load Model"
+                )
+            progress(LOADING, 0, 1)
+            model, rows = load_autoencoder(path, self._family), Rows(self._mesh.group(*AXES))
+            self._autoencoder = Autoencoder(model, form=self._family.latent, rows=rows, device=self._mesh.device)
+        return self._autoencoder
 
 
 class StepReporter:
@@ -301,12 +307,6 @@ def _noise(request: Sample, latent: torch.Tensor) -> torch.Tensor:
     if not request.settings.add_noise:
         return torch.zeros_like(latent)
     return draw_noise(latent.shape, seed=request.settings.seed, batch_index=request.batch_index)
-
-
-def _check_latent(latent: torch.Tensor, *, channels: int) -> None:
-    """Raise `Refused` for a latent that the VAE cannot decode."""
-    if latent.ndim not in (4, 5) or latent.shape[1] != channels:
-        raise Refused(f"the latent has shape {tuple(latent.shape)}, but this VAE decodes {channels} channels")
 
 
 def _dtype(settings: ModelSettings, mesh: Mesh) -> torch.dtype:

@@ -43,12 +43,17 @@ class Hello(Message):
     token: str = Field(default="", max_length=128)
 
 
-class EncodeText(Message):
+class Work(Message):
+    """Base of what the ranks do, with the model that they do it with."""
+
+    job: Job
+    model: ModelSettings
+
+
+class EncodeText(Work):
     """Encode a prompt with the model's own text encoder. Answered by `Encoded`."""
 
     kind: Literal["encode_text"] = "encode_text"
-    job: Job
-    model: ModelSettings
     text: str = Field(max_length=1 << 16)
 
     def __repr__(self) -> str:
@@ -57,7 +62,7 @@ class EncodeText(Message):
     __str__ = __repr__
 
 
-class Sample(Message):
+class Sample(Work):
     """Denoise a latent. Answered by `Sampled`.
 
     `latent` is ComfyUI's, `(B, C, H, W)` or `(B, C, F, H, W)`, in the VAE's own space. `batch_index` picks whose noise
@@ -69,8 +74,6 @@ class Sample(Message):
     """
 
     kind: Literal["sample"] = "sample"
-    job: Job
-    model: ModelSettings
     settings: SampleSettings
     positive: tuple[Conditioning, ...] = Field(min_length=1, max_length=MAX_ENTRIES)
     negative: tuple[Conditioning, ...] = Field(default=(), max_length=MAX_ENTRIES)
@@ -84,13 +87,21 @@ class Sample(Message):
     downscale: tuple[Scale, Scale] = (None, None)
 
 
-class Decode(Message):
+class Decode(Work):
     """Latent to pictures with the model's own VAE. Answered by `Decoded`."""
 
     kind: Literal["decode"] = "decode"
-    job: Job
-    model: ModelSettings
     latent: Tensor
+
+
+class EncodePixels(Work):
+    """Pictures to a latent with the model's own VAE. Answered by `EncodedPixels`.
+
+    `pixels` is ComfyUI's IMAGE, `(N, H, W, 3)` in 0..1; for a VAE of videos they are the frames of one.
+    """
+
+    kind: Literal["encode_pixels"] = "encode_pixels"
+    pixels: Tensor
 
 
 class Cancel(Message):
@@ -112,8 +123,7 @@ class Shutdown(Message):
     kind: Literal["shutdown"] = "shutdown"
 
 
-Work = Union[EncodeText, Sample, Decode]
-Request = Union[Hello, EncodeText, Sample, Decode, Cancel, Status, Shutdown]
+Request = Union[Hello, EncodeText, Sample, Decode, EncodePixels, Cancel, Status, Shutdown]
 
 
 # Events: rank -> server -> node ------------------------------------------------------------------------------------
@@ -155,31 +165,39 @@ class Notice(Message):
     text: str = Field(max_length=MAX_NOTICE)
 
 
-class Encoded(Message):
+class Result(Message):
+    """Base of what ends a job that went well."""
+
+    job: Job
+    seconds: float
+
+
+class Encoded(Result):
     """End of `EncodeText`."""
 
     kind: Literal["encoded"] = "encoded"
-    job: Job
     conditioning: Conditioning
-    seconds: float
 
 
-class Sampled(Message):
+class Sampled(Result):
     """End of `Sample`: the latent in the shape and space of the one sent. `seconds` is the sampling alone."""
 
     kind: Literal["sampled"] = "sampled"
-    job: Job
     latent: Tensor
-    seconds: float
 
 
-class Decoded(Message):
+class Decoded(Result):
     """End of `Decode`: `images` is `(B * F, H, W, 3)` float32 in 0..1, ComfyUI's IMAGE."""
 
     kind: Literal["decoded"] = "decoded"
-    job: Job
     images: Tensor
-    seconds: float
+
+
+class EncodedPixels(Result):
+    """End of `EncodePixels`: the latent, `(B, C, H, W)` or `(1, C, F, H, W)`, in the VAE's own space."""
+
+    kind: Literal["encoded_pixels"] = "encoded_pixels"
+    latent: Tensor
 
 
 class Finished(Message):
@@ -228,7 +246,9 @@ class Report(Message):
     busy: str = ""
 
 
-Event = Union[Welcome, Ready, Progress, Notice, Encoded, Sampled, Decoded, Finished, Stopped, Failed, Report]
+Event = Union[
+    Welcome, Ready, Progress, Notice, Encoded, Sampled, Decoded, EncodedPixels, Finished, Stopped, Failed, Report
+]
 
 _REQUEST = TypeAdapter(Annotated[Request, Field(discriminator="kind")])
 _EVENT = TypeAdapter(Annotated[Event, Field(discriminator="kind")])

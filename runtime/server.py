@@ -30,16 +30,14 @@ from .protocol import (
     PROTOCOL_VERSION,
     Address,
     Cancel,
-    Decode,
-    EncodeText,
     Event,
     Failed,
     Hello,
-    Sample,
     Shutdown,
     Status,
     Stopped,
     Welcome,
+    Work,
     request_from,
 )
 from .ranks import ENDED, WORKER
@@ -128,7 +126,7 @@ class Server:
         match request:
             case Hello():
                 self._welcome(peer, request)
-            case EncodeText() | Sample() | Decode():
+            case Work():
                 self._queue.append(Job(peer=peer, request=request, frames=frames))
             case Cancel(job=name):
                 self._cancel(name)

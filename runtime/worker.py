@@ -28,6 +28,8 @@ from .protocol import (
     Decode,
     Decoded,
     Encoded,
+    EncodedPixels,
+    EncodePixels,
     EncodeText,
     Event,
     Failed,
@@ -100,7 +102,7 @@ class Worker:
             frames = self._connection.receive()
             request = parse(frames, request_from)
             match request:
-                case EncodeText() | Sample() | Decode():
+                case Work():
                     self._do(request, frames)
                 case Shutdown():
                     return
@@ -146,6 +148,8 @@ class Worker:
                 result = partial(Sampled, latent=pipeline.sample(request, progress=report))
             case Decode():
                 result = partial(Decoded, images=pipeline.decode(request.latent, progress=report))
+            case EncodePixels():
+                result = partial(EncodedPixels, latent=pipeline.encode(request.pixels, progress=report))
         if self.settings.rank != 0:
             return Finished(job=request.job)
         return result(job=request.job, seconds=time.perf_counter() - started)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NAME = "outrigger_under_test"
 PARTS = (
     "convert",
+    "encode",
     "display",
     "files",
     "host",

@@ -57,6 +57,10 @@ class FakePipeline:
         progress("decoding", 1, 1)
         return latent.flatten(0, -1).clone() if self.first else None
 
+    def encode(self, pixels, *, progress):
+        progress("encoding", 1, 1)
+        return pixels.flatten(0, -1).clone() if self.first else None
+
     def misbehave(self, step):
         if step != int(self.behaviour.get("at", 2)):
             return

@@ -28,6 +28,7 @@ NODE_INPUTS = {
     "OutriggerSamplerAdvanced": "model* positive* latent_image* add_noise noise_seed steps cfg sampler_name scheduler negative "
     "start_at_step end_at_step return_with_leftover_noise sigmas noise shift",
     "OutriggerDecode": "model* samples*",
+    "OutriggerEncode": "model* pixels*",
 }
 """Inputs of each node in ComfyUI's order (required ones first); the ones marked * are required. Append only."""
 
@@ -39,6 +40,7 @@ OUTPUTS = {
     "OutriggerSampler": ["LATENT"],
     "OutriggerSamplerAdvanced": ["LATENT"],
     "OutriggerDecode": ["IMAGE"],
+    "OutriggerEncode": ["LATENT"],
 }
 NEWER_SAMPLERS = {"exp_heun_2_x0", "exp_heun_2_x0_sde"}
 """Not yet in the oldest ComfyUI that the pack runs in."""

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from runtime.tiny_shapes import MODEL_FOLDER
-from runtime.tiny_shapes.export import export_comfy_transformer
+from runtime.tiny_shapes.export import export_comfy_transformer, export_comfy_vae
 from tests.comfyui import ComfyUI, Run
 from tests.graphs import MODEL, SAMPLER, SAVE, Prompt, picture
 
@@ -77,6 +77,38 @@ def test_the_graph_gives_ksamplers_latent(comfyui: ComfyUI, single_file, inputs:
     error = float((ours - stock).abs().max() / stock.abs().max())
     print(f"largest difference {error:.1e} of the largest value")
     assert ours.shape == stock.shape
+    assert error < TOLERANCE
+
+
+STOCK_VAE, PICTURES, FEWER, CUT, OURS, STOCK_ENCODED = "30", "31", "32", "33", "34", "35"
+
+
+def encoded_by_both() -> Prompt:
+    """Seven frames of 125 x 131, in latents by our node on two ranks and by VAE Encode."""
+    prompt = picture(SIZE={"length": 9}, SAMPLER={"seed": 8})
+    size = {"width": 125, "height": 131, "upscale_method": "bilinear", "crop": "disabled"}
+    return {
+        **{node: prompt[node] for node in ("1", MODEL, "3", "4", "5", SAMPLER)},
+        STOCK_VAE: {"class_type": "VAELoader", "inputs": {"vae_name": NAME}},
+        PICTURES: {"class_type": "OutriggerDecode", "inputs": {"model": [MODEL, 0], "samples": [SAMPLER, 0]}},
+        FEWER: {"class_type": "ImageFromBatch", "inputs": {"image": [PICTURES, 0], "batch_index": 0, "length": 7}},
+        CUT: {"class_type": "ImageScale", "inputs": {"image": [FEWER, 0], **size}},
+        OURS: {"class_type": "OutriggerEncode", "inputs": {"model": [MODEL, 0], "pixels": [CUT, 0]}},
+        STOCK_ENCODED: {"class_type": "VAEEncode", "inputs": {"vae": [STOCK_VAE, 0], "pixels": [CUT, 0]}},
+        SAVE: {"class_type": "SaveLatent", "inputs": {"samples": [OURS, 0], "filename_prefix": "ours"}},
+        STOCK_SAVE: {"class_type": "SaveLatent", "inputs": {"samples": [STOCK_ENCODED, 0], "filename_prefix": "stock"}},
+    }
+
+
+def test_encode_gives_the_latent_of_vae_encode(comfyui: ComfyUI):
+    folder = comfyui.base / "models" / "vae"
+    folder.mkdir(parents=True, exist_ok=True)
+    export_comfy_vae(folder / NAME)
+    run = comfyui.run(encoded_by_both())
+    ours, stock = latents(run)
+    error = float((ours - stock).abs().max() / stock.abs().max())
+    print(f"largest difference {error:.1e} of the largest value")
+    assert ours.shape == stock.shape == (1, 16, 2, 16, 15)
     assert error < TOLERANCE
 
 

@@ -27,6 +27,7 @@ NODE_IDS = (
     "OutriggerSampler",
     "OutriggerSamplerAdvanced",
     "OutriggerDecode",
+    "OutriggerEncode",
 )
 
 
@@ -582,6 +583,7 @@ def test_what_is_not_our_model_is_refused_by_every_node(pack, sidecar, value, he
         lambda: sample_advanced(pack, model=value),
         lambda: pack.session.encode_text(value, "red", None),
         lambda: pack.session.decode(value, torch.zeros(1, 16, 4, 4), None),
+        lambda: pack.session.encode(value, torch.zeros(1, 8, 8, 3), None),
     ):
         with pytest.raises(ValueError, match=says):
             run()
@@ -667,6 +669,38 @@ def test_advanced_values_that_do_not_fit_are_refused_by_name(pack, sidecar, inpu
         sample_advanced(pack, **inputs)
 
 
+def encode(pack, pixels):
+    (model,) = pack.model.OutriggerLoadModel.execute(model="tiny-shapes")
+    return pack.encode.OutriggerEncode.execute(model=model, pixels=pixels)
+
+
+def test_pictures_are_sent_without_their_transparency_and_come_back_as_a_latent(pack, sidecar):
+    protocol, pixels = pack.runtime_protocol, torch.rand(5, 16, 24, 4)
+    started = sidecar(
+        progress(pack, "encoding", 1, 2),
+        lambda r: protocol.EncodedPixels(job=r.job, latent=torch.ones(1, 16, 2, 2, 3), seconds=0.5),
+    )
+    (latent,) = encode(pack, pixels)
+    assert latent.keys() == {"samples"} and latent["samples"].shape == (1, 16, 2, 2, 3)
+    assert torch.equal(started[0].requests[0].pixels, pixels[..., :3])
+    assert pack.fake.bar == [(1, 2)] and pack.fake.texts == [("7", "encoding took 0.50 s")]
+
+
+@pytest.mark.parametrize(
+    ("pixels", "says"),
+    [
+        (None, "^pixels: connect a picture; this input holds nothing"),
+        (torch.zeros(4, 8, 8), r"^pixels: use pictures with three colours; .* \(4, 8, 8\)"),
+        (torch.zeros(1, 8, 8, 1), r"^pixels: use pictures with three colours; .* \(1, 8, 8, 1\)"),
+        (torch.zeros(0, 8, 8, 3), r"^pixels: use pictures with three colours; .* \(0, 8, 8, 3\)"),
+    ],
+)
+def test_what_is_no_picture_is_refused_by_name(pack, sidecar, pixels, says):
+    sidecar(sampled(pack))
+    with pytest.raises(ValueError, match=says):
+        encode(pack, pixels)
+
+
 # The pack as a whole
 
 
@@ -716,7 +750,7 @@ def test_without_a_package_the_nodes_are_there_and_say_what_to_install(missing):
         """
     )
     run = subprocess.run([sys.executable, "-c", script, missing], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert run.stdout.startswith("7\nMissingPackages run "), run.stdout + run.stderr
+    assert run.stdout.startswith(f"{len(NODE_IDS)}\nMissingPackages run "), run.stdout + run.stderr
     assert "-m pip install -r" in run.stdout
     assert missing in run.stdout
 

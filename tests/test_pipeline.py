@@ -294,7 +294,7 @@ def test_decoding_reports_each_block_and_can_be_cancelled(pipeline):
     latent, recorder = torch.randn(2, 16, 2, 4, 4), Recorder()
     expected = pipeline.decode(latent, progress=recorder)
     decoding = [call for call in recorder.calls if call[0] == "decoding"]
-    assert decoding == [("decoding", step, 16) for step in range(1, 17)] and recorder.together == {False}
+    assert decoding == [("decoding", step, 16) for step in range(1, 17)] and recorder.together == {True}
     with pytest.raises(Cancelled):
         pipeline.decode(latent, progress=Recorder(cancel_at=5))
     assert torch.equal(pipeline.decode(latent, progress=ignore_progress), expected)

@@ -1,118 +1,122 @@
-"""Latents -> pictures, by the Wan autoencoder."""
+"""Latents -> pictures and pictures -> latents, by the autoencoder of a family, over all ranks."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Protocol
 
 import torch
-from diffusers import AutoencoderKLWan
-from safetensors.torch import load_file
+from torch import nn
 
-from ..configuration import load_folder
 from ..errors import Refused
-from ..inspection import read_json
+from ..families.spec import LatentFormat
 from ..progress import ReportProgress
-from ..safetensors_header import read_header
+from .rows import Rows, split_rows
 
-STAGE = "decoding"
-STAGE_BLOCKS = 4
-"""Entries of one decoder stage in the original list: three residual blocks and an upsampler."""
-
-# The original layout's names -> diffusers', in this order.
-_SIGNATURE = (
-    "decoder.norm_out.gamma",
-    "post_quant_conv.weight",
-    "decoder.up_blocks.0.upsamplers.0.time_conv.weight",
-)
-"""Tensors of every Wan 2.1 VAE, by diffusers' names; the first two say its width and channels."""
-_RENAMES = (
-    (r"^conv1\.", "quant_conv."),
-    (r"^conv2\.", "post_quant_conv."),
-    (r"^(encoder|decoder)\.conv1\.", r"\1.conv_in."),
-    (r"^(encoder|decoder)\.head\.0\.", r"\1.norm_out."),
-    (r"^(encoder|decoder)\.head\.2\.", r"\1.conv_out."),
-    (r"\.middle\.0\.", ".mid_block.resnets.0."),
-    (r"\.middle\.1\.", ".mid_block.attentions.0."),
-    (r"\.middle\.2\.", ".mid_block.resnets.1."),
-    (r"\.downsamples\.", ".down_blocks."),
-    (r"\.residual\.0\.", ".norm1."),
-    (r"\.residual\.2\.", ".conv1."),
-    (r"\.residual\.3\.", ".norm2."),
-    (r"\.residual\.6\.", ".conv2."),
-    (r"\.shortcut\.", ".conv_shortcut."),
-)
+DECODING, ENCODING = "decoding", "encoding"
+COLOURS = 3
 
 
-class VideoDecoder:
-    """The decoding half of a Wan autoencoder."""
+class Coder(Protocol):
+    """What the VAE classes of diffusers have in common."""
 
-    def __init__(self, model: AutoencoderKLWan, *, device: torch.device) -> None:
-        self._model, self._device = model.eval().requires_grad_(False).to(device), device
+    encoder: nn.Module
+    decoder: nn.Module
+    encode: Callable
+    decode: Callable
 
-    @classmethod
-    def load(cls, path: Path, *, device: torch.device) -> VideoDecoder:
-        """From a diffusers folder, or a single file in ComfyUI's names. Raises `Refused` when it is something else."""
-        return cls(_from_folder(path) if path.is_dir() else _from_file(path), device=device)
+
+class Autoencoder:
+    """A VAE of which each rank works on some rows of the picture. All ranks make the same calls with the same values.
+
+    Latents are in the VAE's own space, as ComfyUI's are between nodes.
+    """
+
+    def __init__(self, model: nn.Module, *, form: LatentFormat, rows: Rows, device: torch.device) -> None:
+        self._model: Coder = model.eval().requires_grad_(False).to(device)
+        self._form, self._rows, self._device = form, rows, device
+        if rows.group is not None:
+            split_rows(model, rows)
 
     @torch.inference_mode()
-    def decode(self, latent: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor:
-        """`(B, C, F, H, W)` or `(B, C, H, W)` in the VAE's own space -> `(B * F, H, W, 3)` float32 in 0..1 on the CPU."""
-        latent = latent.unsqueeze(2) if latent.ndim == 4 else latent
-        with self._reporting(latent.shape[0] * latent.shape[2], progress):
-            videos = [self._decode_one(item) for item in latent.float().split(1)]
-        return torch.cat(videos)
+    def decode(self, latent: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor | None:
+        """`(B, C, H, W)` or `(B, C, F, H, W)` -> `(B * F, H, W, 3)` float32 in 0..1 on the CPU; None but on the first rank.
 
-    def _decode_one(self, latent: torch.Tensor) -> torch.Tensor:
-        video = self._model.decode(latent.to(self._device), return_dict=False)[0][0]
-        return ((video.movedim(0, -1).cpu().float() + 1.0) / 2.0).clamp_(0.0, 1.0)
+        Raises `Refused` for a latent of another VAE.
+        """
+        latent = self._checked_latent(latent)
+        self._rows.share(latent.shape[-2])
+        frames = latent.shape[2] if self._is_video else 1
+        blocks, runs = self._model.decoder.up_blocks, len(latent) * frames
+        with _reporting(DECODING, blocks, runs=runs, progress=progress):
+            items = [self._decode_one(item) for item in latent.float().split(1)]
+        return None if items[0] is None else torch.cat(items)
 
-    @contextmanager
-    def _reporting(self, frames: int, progress: ReportProgress) -> Iterator[None]:
-        """Report after each block of the decoder; it runs once for each latent frame of each item."""
-        blocks = self._model.decoder.up_blocks
-        total, steps = frames * len(blocks), iter(range(1, frames * len(blocks) + 1))
-        hooks = [
-            block.register_forward_hook(lambda *_: progress(STAGE, next(steps), total, together=False))
-            for block in blocks
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    @torch.inference_mode()
+    def encode(self, pixels: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor | None:
+        """`(N, H, W, 3)` in 0..1 -> the latent's mean, float32 on the CPU; None but on the first rank.
+
+        As ComfyUI's VAE Encode: the middle of the picture where a side is no multiple of what the VAE scales down by; for
+        a VAE of videos the pictures are the frames of one, and those after the last whole group of frames are left out.
+        Raises `Refused` for what is no picture.
+        """
+        pixels = self._cropped(pixels)
+        self._rows.share(pixels.shape[1] // self._form.spatial)
+        items = pixels.movedim(-1, 1)
+        items = [items.transpose(0, 1).unsqueeze(0)] if self._is_video else items.split(1)
+        runs = 1 + (len(pixels) - 1) // self._form.temporal if self._is_video else len(pixels)
+        with _reporting(ENCODING, self._model.encoder.down_blocks, runs=runs, progress=progress):
+            latents = [self._encode_one(item) for item in items]
+        return None if latents[0] is None else torch.cat(latents)
+
+    @property
+    def _is_video(self) -> bool:
+        return self._form.dims == 3
+
+    def _decode_one(self, latent: torch.Tensor) -> torch.Tensor | None:
+        local = self._rows.take(latent).to(self._device)
+        pictures = self._model.decode(local, return_dict=False)[0][0].movedim(0, -1).float()
+        pictures = pictures if self._is_video else pictures.unsqueeze(0)
+        pictures = self._rows.gather_on_first(((pictures + 1.0) / 2.0).clamp_(0.0, 1.0), dim=1)
+        return None if pictures is None else pictures.cpu()
+
+    def _encode_one(self, pictures: torch.Tensor) -> torch.Tensor | None:
+        local = self._rows.take(pictures).to(self._device).float() * 2.0 - 1.0
+        latent = self._model.encode(local, return_dict=False)[0].mode().float()
+        latent = self._rows.gather_on_first(latent, dim=latent.ndim - 2)
+        return None if latent is None else latent.cpu()
+
+    def _checked_latent(self, latent: torch.Tensor) -> torch.Tensor:
+        if latent.ndim not in (4, 5) or latent.shape[1] != self._form.channels:
+            raise Refused(
+                f"the latent has shape {tuple(latent.shape)}, but this VAE decodes {self._form.channels} channels"
+            )
+        if self._is_video:
+            return latent.unsqueeze(2) if latent.ndim == 4 else latent
+        return latent.transpose(1, 2).flatten(0, 1) if latent.ndim == 5 else latent
+
+    def _cropped(self, pixels: torch.Tensor) -> torch.Tensor:
+        shape, unit = tuple(pixels.shape), self._form.spatial
+        if pixels.ndim != 4 or shape[-1] < COLOURS or not len(pixels):
+            raise Refused(f"the pictures have shape {shape}, but (pictures, height, width, {COLOURS}) is needed")
+        if min(shape[1:3]) < unit:
+            raise Refused(
+                f"pictures of {shape[2]} x {shape[1]} are too small for this VAE: {unit} x {unit} is the least"
+            )
+        for dim in (1, 2):
+            rest = shape[dim] % unit
+            pixels = pixels.narrow(dim, rest // 2, shape[dim] - rest)
+        return pixels[..., :COLOURS]
 
 
-def _from_folder(path: Path) -> AutoencoderKLWan:
-    kind = read_json(path / "config.json").get("_class_name")
-    if kind != AutoencoderKLWan.__name__:
-        raise Refused(f"{path} holds a VAE of another kind ({kind}): Wan needs an {AutoencoderKLWan.__name__}")
-    return load_folder(AutoencoderKLWan, path, build=AutoencoderKLWan.from_config, torch_dtype=torch.float32)
-
-
-def _from_file(path: Path) -> AutoencoderKLWan:
-    names = {_renamed(name): name for name in read_header(path)}
-    for needed in _SIGNATURE:
-        if needed not in names:
-            raise Refused(f"{path} is no Wan 2.1 VAE (it lacks {needed}): use a VAE Loader and VAE Decode instead")
-    stored = load_file(path)
-    width, channels = (stored[names[name]].shape[0] for name in _SIGNATURE[:2])
-    model = AutoencoderKLWan(base_dim=width, z_dim=channels)
+@contextmanager
+def _reporting(stage: str, blocks: Sequence[nn.Module], *, runs: int, progress: ReportProgress) -> Iterator[None]:
+    """Report after each block, on every rank; the job may be cancelled there."""
+    total, steps = runs * len(blocks), iter(range(1, runs * len(blocks) + 1))
+    hooks = [block.register_forward_hook(lambda *_: progress(stage, next(steps), total)) for block in blocks]
     try:
-        model.load_state_dict({name: stored[original].float() for name, original in names.items()})
-    except RuntimeError as error:
-        raise Refused(f"{path} is no Wan 2.1 VAE, or is damaged: {str(error)[:300]}") from error
-    return model
-
-
-def _renamed(name: str) -> str:
-    found = re.match(r"decoder\.upsamples\.(\d+)\.(.*)", name)
-    if found:
-        stage, place = divmod(int(found[1]), STAGE_BLOCKS)
-        kind = "upsamplers.0" if place == STAGE_BLOCKS - 1 else f"resnets.{place}"
-        name = f"decoder.up_blocks.{stage}.{kind}.{found[2]}"
-    for pattern, replacement in _RENAMES:
-        name = re.sub(pattern, replacement, name)
-    return name
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

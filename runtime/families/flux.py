@@ -200,6 +200,7 @@ FLUX = FamilySpec(
     prediction="velocity",
     shift=math.exp(1.15),
     latent=LATENT,
+    vae_class="AutoencoderKL",
     text_length=512,
     tiny=TINY,
     pooled_width="pooled_projection_dim",

@@ -116,6 +116,7 @@ QWEN = FamilySpec(
     prediction="velocity",
     shift=math.exp(1.15),
     latent=LATENT,
+    vae_class="AutoencoderKLQwenImage",
     text_length=512,
     tiny=TINY,
     packed=True,

@@ -163,6 +163,7 @@ class FamilySpec:
     prediction: Literal["velocity"]
     shift: float
     latent: LatentFormat
+    vae_class: str
     text_length: int
     tiny: Mapping[str, Any]
     pooled_width: str = ""

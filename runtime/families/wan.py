@@ -189,6 +189,7 @@ WAN = FamilySpec(
     prediction="velocity",
     shift=8.0,
     latent=LATENT,
+    vae_class="AutoencoderKLWan",
     text_length=512,
     tiny=TINY,
 )
