@@ -37,12 +37,12 @@ def pair(shape: tuple[int, ...], draw: Draw, *, rank: int = RANK) -> tuple[torch
 
 
 def pairs(
-    layers: Shapes, draw: Draw, *, down: str, up: str, name: Callable[[str], str], alpha: bool = False
+    layers: Shapes, draw: Draw, *, down: str, up: str, name: Callable[[str], str], alpha: bool = False, rank: int = RANK
 ) -> Tensors:
     """A low-rank pair for each layer, its keys being `name(layer)` and `down` and `up`."""
     tensors: Tensors = {}
     for layer, shape in layers.items():
-        tensors[f"{name(layer)}{down}"], tensors[f"{name(layer)}{up}"] = pair(shape, draw)
+        tensors[f"{name(layer)}{down}"], tensors[f"{name(layer)}{up}"] = pair(shape, draw, rank=rank)
         if alpha:
             tensors[f"{name(layer)}.alpha"] = torch.tensor(ALPHA)
     return tensors

@@ -72,11 +72,11 @@ def read_lora(path: str, *, names: LayerNames) -> LoraFile:
 def _changes(
     file: Path, layers: Layers, targets: Mapping[str, tuple[Target, ...]], names: LayerNames
 ) -> Iterator[tuple[Target, Change]]:
-    """Every change that a file makes."""
+    """Every change that a file makes. No tensor stays in the file, which may be written anew while it is in use."""
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
             for layer in filter(targets.__getitem__, layers):
-                tensors = {role: opened.get_tensor(key) for role, key in layers[layer].items()}
+                tensors = {role: opened.get_tensor(key).clone() for role, key in layers[layer].items()}
                 change = weight_change(tensors)
                 yield from ((target, change) for target in targets[layer] if change is not None)
                 biases = [bias for target in targets[layer] if (bias := names.bias(target))]

@@ -57,10 +57,12 @@ class LayerNames:
         return Target(name, target.rows) if name in self.shapes else None
 
     def _find_dotted(self, layer: str) -> tuple[Target, ...]:
-        name, own = (renamed(f"{layer}{end}", self.family) for end in (WEIGHT, ""))  # the original layout's scales
-        for weight in (name, own):
-            if weight.endswith(WEIGHT) and weight in self.shapes:
-                return (Target(weight),)
+        name = renamed(f"{layer}{WEIGHT}", self.family)
+        if name in self.shapes:
+            return (Target(name),)
+        own = renamed(layer, self.family)  # of a layer whose only tensor is no `weight` in the original layout
+        if own.endswith(WEIGHT) and own in self.shapes:
+            return (Target(own),)
         return self._find_fused(name.removesuffix(WEIGHT))
 
     def _find_fused(self, layer: str) -> tuple[Target, ...]:

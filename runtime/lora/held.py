@@ -1,0 +1,91 @@
+"""The LoRA files that were read for a model: those in use on its device, the last few others in main memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..errors import Refused
+from ..linear import Pair, ParallelLinear
+from ..quant.plain import PlainCore
+from ..settings import LoraSettings
+from .changes import Change
+from .file import read_lora
+from .names import WEIGHT, LayerNames
+
+WAITING = 4
+"""So many files are held beside those in use, so that taking one off and on again reads nothing."""
+
+
+class HeldLora(NamedTuple):
+    """What a file does to each tensor, by the model's name: this rank's part of a pair where it is low rank, else the
+    change; and what to tell of it."""
+
+    parts: Mapping[str, Pair | Change]
+    report: str
+
+    def on(self, device: torch.device) -> HeldLora:
+        """The same with its pairs on a device."""
+        moved = {
+            name: part._replace(down=part.down.to(device), up=part.up.to(device))
+            for name, part in self.parts.items()
+            if isinstance(part, Pair) and part.down.device != device
+        }
+        return self._replace(parts={**self.parts, **moved}) if moved else self
+
+
+class HeldLoras:
+    """Reads files for one model, and holds them. The files themselves may be written anew meanwhile."""
+
+    def __init__(self, model: nn.Module, names: LayerNames, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._model, self._names, self._dtype, self._device = model, names, dtype, device
+        self._used: dict[tuple[str, str], HeldLora] = {}
+        self._waiting: dict[tuple[str, str], HeldLora] = {}
+
+    def take(self, loras: Iterable[LoraSettings]) -> list[HeldLora]:
+        """What is to be in use from now on, in the order of the settings. Raises `Refused`; then nothing has changed."""
+        keys = [(lora.path, lora.stamp) for lora in loras]
+        known = {**self._waiting, **self._used}
+        used = {key: known[key] if key in known else self._read(key[0]) for key in keys}
+        waiting = [(key, held.on(torch.device("cpu"))) for key, held in known.items() if key not in used]
+        self._waiting = dict(waiting[-WAITING:])
+        self._used = {key: held.on(self._device) for key, held in used.items()}
+        return [self._used[key] for key in keys]
+
+    def _read(self, path: str) -> HeldLora:
+        file = read_lora(path, names=self._names)
+        parts = {name: self._pair(name, change) or change for name, change in file.changes.items()}
+        for name, part in parts.items():
+            if name.endswith(WEIGHT) and isinstance(part, Change) and not is_plain(self._layer(name)):
+                raise Refused(
+                    f"{file.path.name} changes {name} by a full matrix, which needs plain weights: choose a LoRA of "
+                    f"lower rank, or a model that is not quantised"
+                )
+        return HeldLora(parts, file.report())
+
+    def _pair(self, name: str, change: Change) -> Pair | None:
+        """This rank's part of a change that is low rank, of a layer that can hold it."""
+        layer = self._layer(name)
+        low_rank = change.pair() if isinstance(layer, ParallelLinear | nn.Linear) and name.endswith(WEIGHT) else None
+        if low_rank is None:
+            return None
+        pair = Pair(low_rank.down, low_rank.up, low_rank.scale)
+        pair = layer.local_pair(pair) if isinstance(layer, ParallelLinear) else pair
+        dtype = plain_weight(layer).dtype if is_plain(layer) else self._dtype
+        return pair._replace(down=pair.down.to(dtype), up=pair.up.to(dtype))
+
+    def _layer(self, name: str) -> nn.Module:
+        return self._model.get_submodule(name.rpartition(".")[0])
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer holds its weight as a matrix of numbers."""
+    return not isinstance(layer, ParallelLinear) or isinstance(layer.core, PlainCore)
+
+
+def plain_weight(layer: nn.Module) -> torch.Tensor:
+    """The weight of a layer that is plain."""
+    return layer.core.weight if isinstance(layer, ParallelLinear) else layer.weight
