@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import pytest
 
 from runtime.__main__ import main
 from runtime.commands import COMMANDS
+from runtime.commands.config import words_of_config
+from runtime.commands.flags import add_model_flags, add_output_flags, model_settings
 from runtime.commands.models import find_model
 from runtime.errors import Refused
 from runtime.settings import AXES
@@ -134,6 +137,33 @@ def test_a_model_that_is_not_there_is_refused_with_the_way_out(capsys, name, say
     status, answer = printed(capsys, "plan", "--model", name)
     assert status == 1 and not answer["ok"]
     assert says in answer["reason"] and answer["plan"] is answer["nearest"] is None
+
+
+def test_loras_come_from_flags_or_a_list_in_a_file_with_their_strengths(tmp_path):
+    for name in ("models/loras/style.safetensors", "odd:name.safetensors"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    config = tmp_path / "flags.yaml"
+    config.write_text("lora: [style.safetensors:0.5, odd:name.safetensors]")
+    parser = argparse.ArgumentParser()
+    add_model_flags(parser)
+    add_output_flags(parser)
+
+    def loras(*words: str) -> list[tuple[str, float]]:
+        actions = {flag: action for action in parser._actions for flag in action.option_strings}
+        words = ("--model", "random:wan", *words)
+        chosen = parser.parse_args([*words_of_config(words, actions), *words])
+        return [(Path(each.path).name, each.strength) for each in model_settings(chosen).loras]
+
+    assert loras() == []
+    assert loras("--lora", "style.safetensors:-1.3", "--lora", "odd:name.safetensors") == [
+        ("style.safetensors", -1.3), ("odd:name.safetensors", 1.0),
+    ]  # fmt: skip
+    assert loras("--config", str(config)) == [("style.safetensors", 0.5), ("odd:name.safetensors", 1.0)]
+    with pytest.raises(Refused, match=r"styles.safetensors: no such file.*nearest names are style\.safetensors"):
+        loras("--lora", "styles.safetensors:1")
+    with pytest.raises(Refused, match="strength is 101"):
+        loras("--lora", "style.safetensors:101")
 
 
 # plan

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import Refused, in_our_words
-from ..settings import AXES, DTYPES, QUANT_KINDS, ModelSettings, ParallelSettings
-from .models import find_model
+from ..settings import AXES, DTYPES, QUANT_KINDS, LoraSettings, ModelSettings, ParallelSettings
+from .models import LORA_FOLDERS, find_file, find_model
 
 Value = TypeVar("Value")
 DEGREES = {"ulysses": "ulysses", "ring": "ring", "tensor": "tensor", "cfg-parallel": "cfg", "data": "data"}
@@ -23,6 +23,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="number format of the weights")
     parser.add_argument("--quant", choices=QUANT_KINDS, default=QUANT_KINDS[0], help="quantisation of the weights")
+    parser.add_argument(
+        "--lora", action="append", default=[], metavar="FILE[:STRENGTH]",
+        help="a LoRA file, or its name under loras, and how strongly it counts (1); may be given several times",
+    )  # fmt: skip
     parser.add_argument("--devices", default="auto", help="auto, cpu:4 or cuda:0,1")
     for flag, axis in DEGREES.items():
         parser.add_argument(f"--{flag}", dest=f"degree_{axis}", type=int, default=0, metavar="N", help=_help(axis))
@@ -40,7 +44,9 @@ def model_settings(chosen: argparse.Namespace, **parts: str) -> ModelSettings:
     Whether the degrees fit the devices is left to the planner: it knows the model, and so the nearest plan that works.
     """
     parallel = _parallel_settings(chosen)
-    model = checked(ModelSettings, model=find_model(chosen.model), dtype=chosen.dtype, quant=chosen.quant, **parts)
+    loras = tuple(map(_lora_settings, chosen.lora))
+    fields = {"dtype": chosen.dtype, "quant": chosen.quant, "loras": loras}
+    model = checked(ModelSettings, model=find_model(chosen.model), **fields, **parts)
     return model.model_copy(update={"parallel": parallel})
 
 
@@ -58,6 +64,21 @@ def _parallel_settings(chosen: argparse.Namespace) -> ParallelSettings:
     for axis, degree in degrees.items():
         checked(ParallelSettings, **{axis: degree})
     return ParallelSettings.model_construct(devices=devices, **degrees)
+
+
+def _lora_settings(text: str) -> LoraSettings:
+    """`FILE` or `FILE:STRENGTH`; a file may have colons in its name."""
+    name, _, strength = text.rpartition(":")
+    number = _number(strength) if name else None
+    path = find_file(text if number is None else name, LORA_FOLDERS)
+    return checked(LoraSettings, path=path, strength=1.0 if number is None else number)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _help(axis: str) -> str:

@@ -15,6 +15,7 @@ from ..settings import FROM_MODEL, TINY_SHAPES
 
 MODEL_FOLDERS = ("diffusion_models", "checkpoints", "diffusers")
 TEXT_ENCODER_FOLDERS, VAE_FOLDERS = ("text_encoders", "diffusers"), ("vae", "diffusers")
+LORA_FOLDERS = ("loras",)
 INDEX = "model_index.json"
 NAMED = 3
 
