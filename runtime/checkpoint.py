@@ -125,15 +125,21 @@ def _stored(model: nn.Module, shapes: Shapes, facts: ModelFacts) -> Iterator[tup
                             f"{source.path}: {stored} has shape {shape}, but this {facts.spec.title} "
                             f"needs {tuple(shapes[name])}: download the file again"
                         )
-                    yield name, _read(file, stored, local_part(model, name))
+                    yield name, _read(file, source.path, stored, local_part(model, name))
         except (OSError, SafetensorError) as error:
             raise Refused(f"{source.path} cannot be read: {error}") from error
 
 
-def _read(file: safe_open, stored: str, part: LocalPart | None) -> torch.Tensor | None:
+def _read(file: safe_open, path: Path, stored: str, part: LocalPart | None) -> torch.Tensor | None:
+    """All of a tensor, left in the open file; or a part, copied through an opening of its own: the pages that it comes from,
+    and more around them, count as this process's memory for as long as a tensor is left in what they were read through.
+    """
     if part is None:
         return None
-    return file.get_tensor(stored) if part.cut == WHOLE else part.cut.take(file.get_slice(stored))
+    if part.cut == WHOLE:
+        return file.get_tensor(stored)
+    with safe_open(path, framework="pt", device="cpu") as own:
+        return part.cut.take(own.get_slice(stored))
 
 
 def _random_parts(model: nn.Module, shapes: Shapes) -> Iterator[tuple[str, torch.Tensor | None]]:

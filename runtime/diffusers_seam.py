@@ -8,6 +8,7 @@ an `AttentionExchange` hands us query, key and value; the others stay as they ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -41,20 +42,20 @@ def route_attention(module: nn.Module, exchange: AttentionExchange) -> None:
     processor = getattr(module, "processor", None)
     if not (hasattr(processor, "_attention_backend") and hasattr(processor, "_parallel_config")):
         raise RuntimeError(f"{type(module).__name__} with {type(processor).__name__} cannot be run over several ranks")
-    processor._attention_backend = _backend()
+    processor._attention_backend = backend_named(BACKEND_NAME, _attention)
     processor._parallel_config = exchange
 
 
-def _backend() -> attention_dispatch.AttentionBackendName:
-    """Our entry in diffusers' table of backends, added on first use."""
+def backend_named(name: str, function: Callable[..., torch.Tensor]) -> attention_dispatch.AttentionBackendName:
+    """An entry of ours in diffusers' table of backends, added on first use."""
     registry, names = attention_dispatch._AttentionBackendRegistry, attention_dispatch.AttentionBackendName
-    for name in registry.list_backends():
-        if name.value == BACKEND_NAME:
-            return name
-    name = str.__new__(names, BACKEND_NAME)
-    name._name_, name._value_ = BACKEND_NAME.upper(), BACKEND_NAME
-    registry.register(name)(_attention)
-    return name
+    for entry in registry.list_backends():
+        if entry.value == name:
+            return entry
+    entry = str.__new__(names, name)
+    entry._name_, entry._value_ = name.upper(), name
+    registry.register(entry)(function)
+    return entry
 
 
 def _attention(

@@ -37,11 +37,11 @@ class Cut:
         return cls(dim, tuple(spans))
 
     def take(self, full: Any) -> torch.Tensor:
-        """The part of a tensor, or of a slice of a safetensors file, of which no more is read than that."""
+        """A copy of the part of a tensor, or of a slice of a safetensors file, of which no more is read than that."""
         if not self.spans:
             return full
         parts = [full[(slice(None),) * self.dim + (part,)] for part in self.spans]
-        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=self.dim)
+        return torch.cat(parts, dim=self.dim)
 
 
 WHOLE = Cut()
