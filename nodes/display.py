@@ -38,7 +38,7 @@ class NodeDisplay:
             self._bar(event.step, event.total, _picture(event.preview))
 
     def notice(self, event: Notice) -> None:
-        """Show what the user should know, and log it."""
+        """Show what the user should know, now and when the job is done, and log it."""
         log.info("Outrigger: %s", event.text)
         self._notices.append(event.text)
         self.text(event.text)

@@ -50,9 +50,17 @@ def show_text(text: str, node_id: str | None) -> None:
         send(text, node_id, prompt_server.client_id)
 
 
-def wants_previews() -> bool:
-    """Whether ComfyUI asks for latent previews now (`--preview-method`, or the prompt's own setting)."""
-    return comfy.cli_args.args.preview_method != comfy.cli_args.LatentPreviewMethod.NoPreviews
+def preview_kind() -> str:
+    """The latent previews that ComfyUI asks for now, by `--preview-method` or the prompt's own setting."""
+    methods = comfy.cli_args.LatentPreviewMethod
+    kinds = {methods.NoPreviews: "none", methods.TAESD: "taesd"}
+    return kinds.get(comfy.cli_args.args.preview_method, "latent2rgb")
+
+
+def preview_decoders() -> tuple[str, ...]:
+    """The files of the folder of small decoders, by absolute path and in the order in which ComfyUI looks at them."""
+    found = (model_path("vae_approx", name) for name in model_files("vae_approx"))
+    return tuple(str(path.absolute()) for path in found if path)
 
 
 def preview_size() -> int:

@@ -61,12 +61,14 @@ def sample(model: ModelSettings, settings: SampleSettings, *, display: NodeDispl
 
     Raises as `run` does.
     """
+    kind = host.preview_kind()
     request = _request(
         Sample,
         model,
         settings=settings,
         cpu_noise_offset=host.cpu_noise_offset(),
-        preview=host.wants_previews(),
+        preview=kind,
+        preview_decoders=host.preview_decoders() if kind == "taesd" else (),
         **inputs,
     )
     return run(request, display).latent

@@ -16,14 +16,13 @@ from .encoders.text import TextEncoder
 from .encoders.vae import Autoencoder
 from .encoders.vae_files import load_autoencoder
 from .errors import Refused
-from .families.spec import LatentFormat
 from .guidance import Denoiser, Entry
 from .inspection import ModelFacts, inspect_model
 from .linear import hold_hooks, swap_linears
 from .lora.apply import Loras
 from .mesh import Mesh
 from .prediction import Predictor, check_positions
-from .previews import preview_image
+from .previews import Draw, previewer
 from .progress import ReportProgress
 from .protocol import Conditioning, Sample
 from .regions import pair_areas, resolve_region
@@ -225,8 +224,13 @@ class Pipeline:
         return None if mask.all() else mask
 
     def _step_reporter(self, request: Sample, progress: ReportProgress) -> StepReporter:
-        wanted = request.preview and self._mesh.rank == 0
-        return StepReporter(progress, preview_of=self._family.latent if wanted else None)
+        if self._mesh.rank != 0:
+            return StepReporter(progress, draw=None)
+        place = {"decoders": request.preview_decoders, "device": self._mesh.device}
+        draw, notice = previewer(request.preview, self._family.latent, **place)
+        if notice:
+            progress(SAMPLING, 0, 1, notice=notice, together=False)
+        return StepReporter(progress, draw=draw)
 
     def _text_encoder_folders(self) -> tuple[Path, Path]:
         """Where text encoder and tokenizer are. Raises `Refused` when there are none."""
@@ -265,15 +269,15 @@ class Pipeline:
 
 
 class StepReporter:
-    """The steps of a sampler as progress of the job, with a preview where a latent form is given."""
+    """The steps of a sampler as progress of the job, each with a preview where there is something to draw it."""
 
-    def __init__(self, progress: ReportProgress, *, preview_of: LatentFormat | None) -> None:
-        self._progress, self._form = progress, preview_of
+    def __init__(self, progress: ReportProgress, *, draw: Draw | None) -> None:
+        self._progress, self._draw = progress, draw
         self._step, self._total = 0, 1
 
     def __call__(self, step: int, total: int, denoised: torch.Tensor) -> None:
         self._step, self._total = step, total
-        preview = None if self._form is None else preview_image(denoised, self._form)
+        preview = None if self._draw is None else self._draw(denoised)
         self._progress(SAMPLING, step, total, preview=preview)
 
     def check(self) -> None:

@@ -11,16 +11,29 @@ if TYPE_CHECKING:
 class ReportProgress(Protocol):
     """Called at every point where a job may be cancelled; with the same step again, where a step has several such points.
 
-    `preview` is `(H, W, 3)` uint8. `together`: every rank makes this same call, so that they can agree to stop; False: this
-    rank alone makes it. Raises `errors.Cancelled` when the job is to stop.
+    `preview` is `(H, W, 3)` uint8, `notice` a line that the user should read. `together`: every rank makes this same
+    call, so that they can agree to stop; False: this rank alone makes it. Raises `errors.Cancelled` when the job is to stop.
     """
 
     def __call__(
-        self, stage: str, step: int, total: int, *, preview: torch.Tensor | None = None, together: bool = True
+        self,
+        stage: str,
+        step: int,
+        total: int,
+        *,
+        preview: torch.Tensor | None = None,
+        notice: str = "",
+        together: bool = True,
     ) -> None: ...
 
 
 def ignore_progress(
-    stage: str, step: int, total: int, *, preview: torch.Tensor | None = None, together: bool = True
+    stage: str,
+    step: int,
+    total: int,
+    *,
+    preview: torch.Tensor | None = None,
+    notice: str = "",
+    together: bool = True,
 ) -> None:
     """Tells nobody, never stops."""

@@ -28,6 +28,7 @@ class Address(Message):
     pid: int
 
 
+PreviewKind = Literal["none", "latent2rgb", "taesd"]
 Scale = Annotated[int, Field(ge=1, le=256)] | None
 Job = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
 
@@ -66,7 +67,8 @@ class Sample(Work):
     """Denoise a latent. Answered by `Sampled`.
 
     `latent` is ComfyUI's, `(B, C, H, W)` or `(B, C, F, H, W)`, in the VAE's own space. `batch_index` picks whose noise
-    of the batch each item gets. An empty `negative` means that there is none. `preview` asks for a picture each step.
+    of the batch each item gets. An empty `negative` means that there is none. `preview` asks for a picture each step,
+    "taesd" for one by a small decoder, which is looked for among the files `preview_decoders`.
     `cpu_noise_offset` is what the node's ComfyUI adds to the seed of the noise between steps on a CPU (0 before 0.7),
     `downscale` the (spatial, temporal) of the VAE that an empty latent was made for, where that is known.
     `noise_mask` is 1 where the latent is painted anew, of any resolution: `(B, 1, H, W)` or `(B, C, F, H, W)`. `noise`
@@ -82,7 +84,8 @@ class Sample(Work):
     noise: Tensor | None = None
     sigmas: Tensor | None = None
     batch_index: tuple[Annotated[int, Field(ge=0, le=65535)], ...] | None = None
-    preview: bool = False
+    preview: PreviewKind = "none"
+    preview_decoders: tuple[Annotated[str, Field(max_length=4096)], ...] = Field(default=(), max_length=4096)
     cpu_noise_offset: int = Field(default=1, ge=0, le=1)
     downscale: tuple[Scale, Scale] = (None, None)
 

@@ -62,7 +62,14 @@ class Reporter:
         self._sent_stage, self._sent_step, self._sent_at = "", -1, 0.0
 
     def __call__(
-        self, stage: str, step: int, total: int, *, preview: torch.Tensor | None = None, together: bool = True
+        self,
+        stage: str,
+        step: int,
+        total: int,
+        *,
+        preview: torch.Tensor | None = None,
+        notice: str = "",
+        together: bool = True,
     ) -> None:
         """Report a point where the job may be cancelled. Raises `Cancelled` when it was."""
         self.stage, self.step = stage, step
@@ -70,6 +77,8 @@ class Reporter:
         if first_rank and (preview is not None or self._is_due(stage, step, total)):
             self._sent_stage, self._sent_step, self._sent_at = stage, step, time.monotonic()
             self._worker.send(Progress(job=self._job, stage=stage, step=step, total=total, preview=preview))
+        if notice:
+            self._worker.send(Notice(job=self._job, text=notice[:4096]))
         stop = first_rank and self._worker.cancel_came(self._job)
         if self._worker.mesh.agree(int(stop)) if together else stop:
             raise Cancelled

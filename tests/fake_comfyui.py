@@ -67,7 +67,7 @@ class FakeComfyUI:
 
 def fake_modules(fake: FakeComfyUI) -> dict[str, ModuleType]:
     """ComfyUI's modules by name, as far as the nodes touch them."""
-    method = SimpleNamespace(NoPreviews="none", Latent2RGB="latent2rgb")
+    method = SimpleNamespace(NoPreviews="none", Latent2RGB="latent2rgb", TAESD="taesd")
     arguments = SimpleNamespace(preview_size=512, preview_method=method.NoPreviews)
     server = SimpleNamespace(client_id="c", send_progress_text=lambda text, node, sid: fake.texts.append((node, text)))
     socket = SimpleNamespace(Input=SimpleNamespace, Output=SimpleNamespace)

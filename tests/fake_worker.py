@@ -49,7 +49,7 @@ class FakePipeline:
             self.misbehave(step)
             if self.mesh.world > 1:
                 dist.all_reduce(torch.ones(1))
-            preview = torch.full((4, 5, 3), step, dtype=torch.uint8) if request.preview else None
+            preview = torch.full((4, 5, 3), step, dtype=torch.uint8) if request.preview != "none" else None
             progress("sampling", step, steps, preview=preview)
         return request.latent * 2
 

@@ -34,7 +34,7 @@ def fake_sidecar(*, log=None, server=FAKE_SERVER):
         assert not any(path.exists() for path in folders_of(sidecar))
 
 
-def sample(model="fake", *, ranks=1, steps=3, shape=(1, 4, 2, 2), preview=False):
+def sample(model="fake", *, ranks=1, steps=3, shape=(1, 4, 2, 2), preview="none"):
     """A request for the pretended pipeline; its latent counts up, so that a mix-up shows."""
     return Sample(
         job=uuid.uuid4().hex,

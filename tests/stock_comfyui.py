@@ -163,6 +163,20 @@ def regions(case: dict, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.stack([weights(samplers.get_area_and_mult(options, x, x), x) for side in sides for options in side])
 
 
+def preview(case: dict, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The picture of ComfyUI's own previewer, `(H, W, 3)` uint8, with `folder` as vae_approx."""
+    import folder_paths
+    import numpy
+    from comfy import latent_formats
+    from comfy.cli_args import LatentPreviewMethod, args
+    from latent_preview import get_previewer
+
+    folder_paths.add_model_folder_path("vae_approx", case["folder"])
+    args.preview_method = LatentPreviewMethod(case["method"])
+    previewer = get_previewer(torch.device("cpu"), getattr(latent_formats, case["latent_format"])())
+    return torch.from_numpy(numpy.array(previewer.decode_latent_to_preview_image("JPEG", inputs[case["latent"]])[1]))
+
+
 def weights(found, x: torch.Tensor) -> torch.Tensor:
     """The multiplier of an entry in its place in the latent."""
     whole, dims = torch.zeros_like(x), x.ndim - 2
@@ -194,7 +208,13 @@ def main(request_path: str, inputs_path: str, results_path: str) -> None:
     comfy.options.enable_args_parsing()
     request, inputs, models = json.loads(Path(request_path).read_text()), load_file(inputs_path), {}
     results = {"step_seed_offset": step_seed_offset()}
-    for kind, compute in {"sigmas": sigmas, "noise": noise, "regions": lambda case: regions(case, inputs)}.items():
+    kinds = {
+        "sigmas": sigmas,
+        "noise": noise,
+        "regions": lambda case: regions(case, inputs),
+        "previews": lambda case: preview(case, inputs),
+    }
+    for kind, compute in kinds.items():
         results |= {f"{kind}.{number}": compute(case) for number, case in enumerate(request.get(kind, []))}
     for number, case in enumerate(request.get("samples", [])):
         try:

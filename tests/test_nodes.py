@@ -489,6 +489,22 @@ def sample(pack, **inputs):
     return pack.sampler.OutriggerSampler.execute(**given)
 
 
+@pytest.mark.parametrize(
+    ("method", "kind"), [("none", "none"), ("auto", "latent2rgb"), ("latent2rgb", "latent2rgb"), ("taesd", "taesd")]
+)
+def test_previews_are_asked_for_as_comfyui_is_set_when_the_node_runs(
+    pack, sidecar, tmp_path, monkeypatch, method, kind
+):
+    (decoder := tmp_path / "lighttaew2_1.safetensors").touch()
+    pack.fake.folders["vae_approx"] = [tmp_path]
+    monkeypatch.setattr(pack.host.comfy.cli_args.args, "preview_method", method)
+    started = sidecar(sampled(pack))
+    sample(pack)
+    (request,) = started[0].requests
+    assert request.preview == kind
+    assert request.preview_decoders == ((str(decoder),) if kind == "taesd" else ())
+
+
 def test_steps_move_the_bar_and_other_stages_are_text(pack, sidecar):
     picture = torch.zeros(2, 3, 3, dtype=torch.uint8)
     sidecar(

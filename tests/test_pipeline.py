@@ -83,8 +83,11 @@ class Recorder:
 
     def __init__(self, cancel_at: int = 0) -> None:
         self.calls, self.previews, self.together, self._cancel_at = [], [], set(), cancel_at
+        self.notices: list[str] = []
 
-    def __call__(self, stage, step, total, *, preview=None, together=True) -> None:
+    def __call__(self, stage, step, total, *, preview=None, notice="", together=True) -> None:
+        if notice:
+            return self.notices.append(notice)
         self.calls.append((stage, step, total))
         self.previews.append(preview)
         self.together.add(together)
@@ -197,7 +200,9 @@ def test_encoding_can_be_cancelled_after_each_block_and_starts_anew(pipeline):
 # Sampling -----------------------------------------------------------------------------------------------------------
 
 
-def request(*, latent=(1, 16, 1, 4, 4), steps=3, cfg=5.0, preview=False, width=4096, **settings) -> Sample:
+def request(
+    *, latent=(1, 16, 1, 4, 4), steps=3, cfg=5.0, preview="none", preview_decoders=(), width=4096, **settings
+) -> Sample:
     latent = torch.zeros(latent) if isinstance(latent, tuple) else latent
     generator = torch.Generator().manual_seed(0)
     prompts = [Conditioning(embedding=torch.randn(1, 4, width, generator=generator)) for _ in range(2)]
@@ -209,6 +214,7 @@ def request(*, latent=(1, 16, 1, 4, 4), steps=3, cfg=5.0, preview=False, width=4
         negative=(prompts[1],),
         latent=latent,
         preview=preview,
+        preview_decoders=preview_decoders,
     )
 
 
@@ -233,12 +239,19 @@ def test_nothing_to_denoise_gives_the_latent_back(pipeline):
 
 def test_each_step_is_reported_once_with_its_picture(pipeline):
     recorder = Recorder()
-    pipeline.sample(request(steps=4, preview=True, latent=(1, 16, 2, 4, 6)), progress=recorder)
+    pipeline.sample(request(steps=4, preview="latent2rgb", latent=(1, 16, 2, 4, 6)), progress=recorder)
     assert recorder.calls == [("sampling", step, 4) for step in range(1, 5)] and recorder.together == {True}
     assert all(preview.shape == (4, 6, 3) and preview.dtype == torch.uint8 for preview in recorder.previews)
     recorder = Recorder()
     pipeline.sample(request(), progress=recorder)
     assert recorder.previews == [None] * 3
+
+
+def test_previews_that_cannot_be_drawn_as_wished_are_drawn_roughly_and_it_is_said_once(pipeline):
+    recorder, decoders = Recorder(), ("/models/vae_approx/lighttaew2_1.pth",)
+    pipeline.sample(request(preview="taesd", preview_decoders=decoders), progress=recorder)
+    assert len(recorder.notices) == 1 and "convert lighttaew2_1.pth" in recorder.notices[0]
+    assert all(preview.shape == (4, 4, 3) for preview in recorder.previews)
 
 
 def test_cancel_ends_at_the_step_and_leaves_the_model_as_it_was(pipeline):

@@ -23,7 +23,6 @@ from runtime.parallel.attention import attention
 from runtime.parallel.shares import even_lengths
 from runtime.parallel.ulysses import gather_tokens, heads_to_tokens, tokens_to_heads
 from runtime.prediction import pad_to_patch
-from runtime.previews import preview_image
 from runtime.protocol import Conditioning
 from runtime.sequence import Sequence, split_tokens
 from tests.ranks import run_as_threads
@@ -248,11 +247,3 @@ def test_odd_sides_are_filled_from_the_other_end():
     assert padded.shape == (1, 1, 1, 4, 6)
     assert torch.equal(padded[..., 3, :], padded[..., 0, :]) and torch.equal(padded[..., 5], padded[..., 0])
     assert pad_to_patch(padded, (1, 2, 2)) is padded
-
-
-def test_a_preview_is_the_linear_map_that_comfyui_draws():
-    latent, denoised = FAMILIES["wan"].latent, torch.randn(2, 16, 3, 5, 7)
-    factors, bias = torch.tensor(latent.rgb), torch.tensor(latent.rgb_bias)
-    expected = torch.einsum("chw,cr->hwr", denoised[0, :, 0], factors) + bias
-    expected = ((expected + 1) / 2).clamp(0, 1) * 255
-    assert (preview_image(denoised, latent).float() - expected).abs().max() <= 1.01

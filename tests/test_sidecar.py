@@ -52,7 +52,7 @@ def test_a_job_gives_every_step_and_then_its_result(sidecar, ranks):
 
 
 def test_previews_come_with_their_step(sidecar):
-    events = run(sidecar, sample(steps=5, preview=True))
+    events = run(sidecar, sample(steps=5, preview="latent2rgb"))
     seen = [
         (event.step, int(event.preview[0, 0, 0])) for event in events if getattr(event, "preview", None) is not None
     ]

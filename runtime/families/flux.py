@@ -120,6 +120,7 @@ LATENT = LatentFormat(
         (0.0817, 0.0765, 0.0749), (-0.1264, -0.0522, -0.1103), (-0.0280, -0.0881, -0.0499), (-0.1262, -0.0982, -0.0778),
     ),
     rgb_bias=(-0.0329, -0.0718, -0.0851),
+    preview_decoder="taef1_decoder",
 )  # fmt: skip
 
 TINY = MappingProxyType(

@@ -16,7 +16,8 @@ class LatentFormat:
     """The space the VAE of a family works in.
 
     `mean` and `std` are per channel, between the VAE's space and the model's. `rgb` and `rgb_bias` give a rough picture
-    from a latent in model space: one row of (red, green, blue) per channel.
+    from a latent in model space: one row of (red, green, blue) per channel. `preview_decoder` is what the file of its
+    small decoder is named in `models/vae_approx`, as in ComfyUI.
     """
 
     channels: int
@@ -27,6 +28,7 @@ class LatentFormat:
     std: tuple[float, ...]
     rgb: tuple[tuple[float, float, float], ...]
     rgb_bias: tuple[float, float, float]
+    preview_decoder: str = ""
 
 
 @dataclass(frozen=True)

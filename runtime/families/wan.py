@@ -112,6 +112,7 @@ LATENT = LatentFormat(
         (-0.1251, 0.0927, 0.1699), (0.0060, -0.0633, 0.0005), (0.3477, 0.2275, 0.2950), (0.1984, 0.0913, 0.1861),
     ),
     rgb_bias=(-0.1835, -0.0868, -0.3360),
+    preview_decoder="lighttaew2_1",
 )  # fmt: skip
 
 TINY = MappingProxyType(
