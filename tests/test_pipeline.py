@@ -318,17 +318,34 @@ def test_a_latent_with_other_channels_is_refused(pipeline):
         pipeline.decode(torch.zeros(1, 4, 4, 4), progress=ignore_progress)
 
 
-def test_parts_may_come_from_elsewhere(file, folder, autoencoder, tmp_path, pipeline):
-    narrow = diffusers.AutoencoderKLWan(base_dim=8, z_dim=16).eval()
-    narrow.load_state_dict(autoencoder.state_dict())
+@pytest.mark.parametrize("names", [to_comfy_vae, dict], ids=["comfyui", "diffusers"])
+def test_parts_may_come_from_elsewhere(file, folder, autoencoder, tmp_path, pipeline, names):
     vae = tmp_path / "vae.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in to_comfy_vae(narrow.state_dict()).items()}, vae)
+    save_file({name: tensor.contiguous() for name, tensor in names(autoencoder.state_dict()).items()}, vae)
     mixed = load(file(), text_encoder=str(folder / "text_encoder"), vae=str(vae))
     latent = torch.randn(1, 16, 1, 4, 4)
     assert torch.equal(
         mixed.decode(latent, progress=ignore_progress), pipeline.decode(latent, progress=ignore_progress)
     )
     assert mixed.encode_text("a red circle", progress=ignore_progress).embedding.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        ("decoder.head.0.gamma", torch.tensor(8.0), "IndexError"),
+        ("decoder.head.0.gamma", torch.zeros(1 << 20, 1, 1, 1), "size mismatch"),
+        ("decoder.conv1.bias", torch.zeros(7), "size mismatch"),
+        ("decoder.conv1.bias", None, "Missing key"),
+        ("of.another.model", torch.zeros(1), "Unexpected key"),
+    ],
+)
+def test_a_vae_file_that_does_not_fit_together_is_refused_by_its_name(autoencoder, tmp_path, name, tensor, words):
+    tensors = to_comfy_vae(autoencoder.state_dict()) | {name: tensor}
+    path = tmp_path / "vae.safetensors"
+    save_file({key: value.contiguous() for key, value in tensors.items() if value is not None}, path)
+    with pytest.raises(Refused, match=rf"(?s)vae.safetensors is .*{words}"):
+        load("random:wan", vae=str(path)).decode(torch.zeros(1, 16, 1, 4, 4), progress=ignore_progress)
 
 
 def test_a_transformer_alone_says_which_stock_nodes_to_use(file):

@@ -11,7 +11,7 @@ from diffusers import AutoencoderKLWan
 from safetensors.torch import load_file
 from torch import nn
 
-from ..configuration import load_folder
+from ..configuration import building, load_folder
 from ..errors import Refused
 from ..families.spec import FamilySpec
 from ..inspection import read_json
@@ -69,15 +69,17 @@ def _from_folder(path: Path, family: FamilySpec) -> nn.Module:
 
 
 def _from_file(path: Path) -> AutoencoderKLWan:
-    names = {_renamed(name): name for name in read_header(path)}
+    header = read_header(path)
+    names = {_renamed(name): name for name in header}
     for needed in _SIGNATURE:
         if needed not in names:
             raise Refused(f"{path} is no Wan 2.1 VAE (it lacks {needed}): use a VAE Loader and VAE Decode instead")
+    with building(AutoencoderKLWan, where=path):
+        width, channels = (header[names[name]].shape[0] for name in _SIGNATURE[:2])
+        model = AutoencoderKLWan(base_dim=width, z_dim=channels)
     stored = load_file(path)
-    width, channels = (stored[names[name]].shape[0] for name in _SIGNATURE[:2])
-    model = AutoencoderKLWan(base_dim=width, z_dim=channels)
     try:
-        model.load_state_dict({name: stored[original].float() for name, original in names.items()})
+        model.load_state_dict({name: stored[original].float() for name, original in names.items()}, assign=True)
     except RuntimeError as error:
         raise Refused(f"{path} is no Wan 2.1 VAE, or is damaged: {str(error)[:300]}") from error
     return model
