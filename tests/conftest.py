@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,9 +38,10 @@ def comfyui_tree() -> Path:
 
 @pytest.fixture(scope="session")
 def comfyui(comfyui_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    """One running ComfyUI with this pack and previews, for all tests that leave it as they found it."""
+    """One running ComfyUI with this pack, previews and `tiny_clip`, for all tests that leave it as they found it."""
     from tests.comfyui import ComfyUI
 
     base = tmp_path_factory.mktemp("comfyui")
+    shutil.copytree(Path(__file__).with_name("tiny_clip"), base / "custom_nodes" / "tiny_clip")
     with ComfyUI(comfyui_tree, base, arguments=("--cpu", "--preview-method", "latent2rgb")) as server:
         yield server

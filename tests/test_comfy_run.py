@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from runtime.tiny_shapes import check
+from runtime.tiny_shapes import MODEL_FOLDER, check
+from runtime.tiny_shapes.export import export_comfy_transformer, export_comfy_vae
 from tests.comfyui import ComfyUI, Run
 from tests.graphs import DECODE, MODEL, NEGATIVE, POSITIVE, SAMPLER, SAVE, picture, slow, template
 from tests.lora_files import Draw, kohya
@@ -92,6 +93,28 @@ def test_video_template_writes_nine_frames_in_which_the_shape_moves(comfyui: Com
     assert len(frames) == 9
     assert [check.inspect(frame)[0::2] for frame in (frames[0], frames[-1])] == [("red", "white")] * 2
     assert check.centre_of(frames[-1])[0] > check.centre_of(frames[0])[0] + 0.05
+
+
+def test_stock_nodes_template_draws_what_it_is_told_with_files_of_a_small_model(comfyui: ComfyUI):
+    prompt, models = template("stock_nodes"), comfyui.base / "models"
+    nodes = {entry["class_type"]: entry for entry in prompt.values()}
+    files = {
+        models / "diffusion_models" / nodes["OutriggerLoadModel"]["inputs"]["model"]: export_comfy_transformer,
+        models / "vae" / nodes["VAELoader"]["inputs"]["vae_name"]: export_comfy_vae,
+    }
+    for path, export in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        export(path)
+    nodes["CLIPLoader"].update(class_type="TinyCLIPLoader", inputs={"folder": str(MODEL_FOLDER)})
+    nodes["EmptyHunyuanLatentVideo"]["inputs"].update(width=128, height=128, length=1)
+    positive, negative = (prompt[nodes["OutriggerSampler"]["inputs"][side][0]] for side in ("positive", "negative"))
+    positive["inputs"]["text"], negative["inputs"]["text"] = "a yellow triangle on a black background", ""
+    run = comfyui.run(prompt)
+    for path in files:
+        path.unlink()
+    assert run.end.kind == "execution_success", run.end.data.get("exception_message")
+    (path,) = run.images()
+    assert check.inspect(pixels(path)) == ("yellow", "triangle", "black")
 
 
 def test_warm_prompt_adds_little_to_the_sampling_itself(comfyui: ComfyUI):
