@@ -8,6 +8,7 @@ from .conditioning import OutriggerTextEncode
 from .decode import OutriggerDecode
 from .encode import OutriggerEncode
 from .lora import OutriggerLora
+from .memory import OutriggerMemory
 from .model import OutriggerLoadModel
 from .parallel import OutriggerParallelism
 from .sampler import OutriggerSampler
@@ -17,6 +18,7 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     OutriggerLoadModel,
     OutriggerLora,
     OutriggerParallelism,
+    OutriggerMemory,
     OutriggerTextEncode,
     OutriggerSampler,
     OutriggerSamplerAdvanced,

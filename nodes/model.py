@@ -68,7 +68,11 @@ class OutriggerLoadModel(io.ComfyNode):
                     optional=True,
                     tooltip="Devices and degrees, from Configure Parallelism. Unconnected: chosen automatically.",
                 ),
-                Memory.Input("memory", optional=True, tooltip="Reserved for Configure Memory of a later version."),
+                Memory.Input(
+                    "memory",
+                    optional=True,
+                    tooltip="Which weights are on the device, from Configure Memory. Unconnected: all of them.",
+                ),
                 Speed.Input("speed", optional=True, tooltip="Reserved for Configure Speed of a later version."),
             ],
             outputs=[
@@ -114,17 +118,21 @@ class OutriggerLoadModel(io.ComfyNode):
         memory: Any = None,
         speed: Any = None,
     ) -> io.NodeOutput:
-        for name, value in (("memory", memory), ("speed", speed)):
-            if value is not None:
-                raise ValueError(f"{name}: disconnect this input: this version of Outrigger has no {name} settings yet")
+        if speed is not None:
+            raise ValueError("speed: disconnect this input: this version of Outrigger has no speed settings yet")
         paths = files.find_all(model, text_encoder=text_encoder, text_encoder_2=text_encoder_2, vae=vae)
-        plan = settings.ParallelSettings() if parallel is None else parallel
-        if not isinstance(plan, settings.ParallelSettings):
-            raise ValueError(
-                f"parallel: connect Outrigger Configure Parallelism; this input holds {type(plan).__name__}, not a plan"
-            )
+        sockets = {
+            "parallel": (parallel, settings.ParallelSettings, "Outrigger Configure Parallelism"),
+            "memory": (memory, settings.MemorySettings, "Outrigger Configure Memory"),
+        }
+        given = {name: _given(name, *each) for name, each in sockets.items() if each[0] is not None}
         return io.NodeOutput(
-            in_our_words(
-                settings.ModelSettings, **paths, dtype=dtype, quant=quant, parallel=plan, stamp=files.stamp(paths)
-            )
+            in_our_words(settings.ModelSettings, **paths, dtype=dtype, quant=quant, stamp=files.stamp(paths), **given)
         )
+
+
+def _given(name: str, value: Any, kind: type, node: str) -> Any:
+    """What is connected to a socket of ours. Raises `ValueError` for what another node made."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}: connect {node}; this input holds {type(value).__name__}")
+    return value

@@ -38,6 +38,7 @@ try:
         FROM_MODEL,
         MAX_DEGREE,
         MAX_STRENGTH,
+        OFFLOAD_KINDS,
         QUANT_KINDS,
         SAMPLER_NAMES,
         SCHEDULER_NAMES,
@@ -48,3 +49,4 @@ except ImportError as reason:
     settings = convert = session = _Missing(reason)
     DTYPES, QUANT_KINDS, FROM_MODEL, TINY_SHAPES = ("auto",), ("none",), "from model", "tiny-shapes"
     SAMPLER_NAMES, SCHEDULER_NAMES, MAX_DEGREE, MAX_STRENGTH = ("euler",), ("simple",), 64, 100.0
+    OFFLOAD_KINDS = ("none",)

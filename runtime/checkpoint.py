@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import diffusers
@@ -14,6 +16,8 @@ from .configuration import building, check_values
 from .errors import Refused
 from .inspection import ModelFacts
 from .linear import LocalPart, local_part
+from .offload.layout import Held, Layout
+from .offload.weights import FileWeights
 from .parallel.shares import WHOLE
 from .positions import CentredPositions
 from .progress import ReportProgress
@@ -26,10 +30,26 @@ REPORTS = 50
 NAMED = 5
 RANDOM_SEED = 0
 STAND_INS = {"timestep waves": TimestepWaves, "centred positions": CentredPositions}
+HOST = torch.device("cpu")
 
 
 Shapes = Mapping[str, torch.Size]
 """The full shape of each tensor of a model, by the name its class has for it."""
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """The tensors that come to the device for each run of their block: their names, by block. `from_file`: they are not
+    held at all.
+    """
+
+    blocks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    from_file: bool = False
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Of all blocks."""
+        return frozenset(name for names in self.blocks.values() for name in names)
 
 
 def build_transformer(facts: ModelFacts) -> tuple[nn.Module, Shapes]:
@@ -75,29 +95,66 @@ def fill_transformer(
     dtype: torch.dtype,
     device: torch.device,
     progress: ReportProgress,
-) -> nn.Module:
+    streamed: Streamed = Streamed(),
+) -> None:
     """Give the model its tensors: on `device`, in `dtype` but for what its family keeps in float32.
 
     Of a layer that is cut over ranks, this rank's part alone is read. On a CPU a tensor that has the right dtype and is
-    not cut stays where it is in the file, and ranks share its pages. Raises `Refused` when the tensors are not those of
-    the model, `Cancelled` when the job is stopped.
+    not cut stays where it is in the file, and ranks share its pages. What is `streamed` goes to the host, or is
+    left out where it will be read from the file. Raises `Refused` when the tensors are not those of the model,
+    `Cancelled` when the job is stopped.
     """
     if facts.sources:
         _check_names(shapes, facts)
-        tensors = _stored(model, shapes, facts)
+        left_out = streamed.names if streamed.from_file else ()
+        tensors = _stored(model, shapes, facts, wanted=lambda name: name not in left_out)
     else:
         tensors = _random_parts(model, shapes)
     stride = -(-len(shapes) // REPORTS)
     for count, (name, tensor) in enumerate(tensors, start=1):
         if tensor is not None:
-            wanted = torch.float32 if facts.spec.stays_float32(name) else dtype
-            local_part(model, name).place(tensor.to(device=device, dtype=wanted if _is_number(tensor) else None))
+            place = HOST if name in streamed.names else device
+            local_part(model, name).place(tensor.to(device=place, dtype=_dtype_of(name, tensor, facts, dtype)))
         if count % stride == 0 or count == len(shapes):
             progress(STAGE, count, len(shapes))
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
+    for module in model.modules():
+        for leaf, table in module.named_buffers(recurse=False):
+            setattr(module, leaf, table.to(device))
+    for name, tensor in model.named_parameters():
+        if tensor.is_meta and not streamed.from_file:
             raise RuntimeError(f"{name} of {facts.spec.transformer_class} was left without a value")
-    return model.to(device)
+
+
+def file_weights(
+    model: nn.Module, facts: ModelFacts, names: Sequence[str], *, shapes: Shapes, dtype: torch.dtype
+) -> FileWeights:
+    """This rank's part of these tensors, to be read from the file each time.
+
+    Raises `Refused` where the file does not have them as they are used.
+    """
+    held = [_held(local_part(model, name), name, facts, dtype) for name in names]
+
+    def read() -> Iterator[torch.Tensor]:
+        return (tensor for _, tensor in _stored(model, shapes, facts, wanted=frozenset(names).__contains__))
+
+    return FileWeights(Layout(held), read)
+
+
+def _held(part: LocalPart, name: str, facts: ModelFacts, dtype: torch.dtype) -> Held:
+    parameter = dict(part.module.named_parameters(recurse=False)).get(part.leaf)
+    if parameter is None:
+        raise Refused(
+            f"offload disk reads the weights of {facts.name} as its file has them, but {name} is converted when it is "
+            f"loaded: choose offload layerwise"
+        )
+    return Held(part.module, part.leaf, parameter.shape, _dtype_of(name, parameter, facts, dtype) or parameter.dtype)
+
+
+def _dtype_of(name: str, tensor: torch.Tensor, facts: ModelFacts, dtype: torch.dtype) -> torch.dtype | None:
+    """What a tensor is converted to; None for codes that another tensor scales, which stay as they are."""
+    if not _is_number(tensor):
+        return None
+    return torch.float32 if facts.spec.stays_float32(name) else dtype
 
 
 def _check_names(shapes: Shapes, facts: ModelFacts) -> None:
@@ -113,12 +170,16 @@ def _check_names(shapes: Shapes, facts: ModelFacts) -> None:
             )
 
 
-def _stored(model: nn.Module, shapes: Shapes, facts: ModelFacts) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Each tensor's name, and this rank's part of it (None for one it does without)."""
+def _stored(
+    model: nn.Module, shapes: Shapes, facts: ModelFacts, *, wanted: Callable[[str], bool]
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """The name of each tensor that is wanted, and this rank's part of it (None for one it does without)."""
     for source in facts.sources:
         try:
             with safe_open(source.path, framework="pt", device="cpu") as file:
                 for name, stored in source.names.items():
+                    if not wanted(name):
+                        continue
                     shape = tuple(file.get_slice(stored).get_shape())
                     if shape != tuple(shapes[name]):
                         raise Refused(

@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
 
-from .footprint import bytes_per_rank
+from .footprint import ON_DEVICE, bytes_per_rank
 from .inspection import ModelFacts
 from .parallel.lengths import grained_lengths
+from .settings import MemorySettings
 from .stored import GROUPS
 
 BRANCHES = 2
@@ -45,11 +46,14 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a model asks of the degrees; `memory` is bytes of the smallest device, 0 where that is not known."""
+    """What a model asks of the degrees; `memory` is bytes of the smallest device, 0 where that is not known, and `offload`
+    says which weights are on it.
+    """
 
     facts: ModelFacts
     dtype: str = "bf16"
     memory: int = 0
+    offload: MemorySettings = ON_DEVICE
 
     def problem(self, degrees: Mapping[str, int]) -> str:
         """What is wrong with degrees, of which some may be missing; empty when nothing is."""
@@ -84,8 +88,8 @@ class Needs:
         return ""
 
     def bytes_per_rank(self, tensor: int) -> int:
-        """What the weights of a rank take; 0 where that is not known."""
-        return bytes_per_rank(self.facts, dtype=self.dtype, tensor=tensor)
+        """What the weights of a rank take on its device; 0 where that is not known."""
+        return bytes_per_rank(self.facts, dtype=self.dtype, tensor=tensor, offload=self.offload)
 
     def fits(self, tensor: int, share: float = WEIGHTS_SHARE) -> bool:
         """Whether the weights leave enough of the memory free, as far as that is known."""

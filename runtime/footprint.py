@@ -6,20 +6,39 @@ import math
 import re
 
 from .inspection import ModelFacts
+from .settings import AUTO, MemorySettings, amount_of
 from .stored import GROUPS, SVDQUANT_NVFP4
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FLOAT32_BYTES = 4
 LOW_RANK = 32
 """The rank beside a 4-bit weight, as good as always."""
+ON_DEVICE = MemorySettings()
 
 
-def bytes_per_rank(facts: ModelFacts, *, dtype: str, tensor: int) -> int:
-    """What the transformer takes on the rank that holds most, of `tensor` that share it; 0 where no shapes are known.
+def bytes_per_rank(facts: ModelFacts, *, dtype: str, tensor: int, offload: MemorySettings = ON_DEVICE) -> int:
+    """What the transformer takes on the device of the rank that holds most, of `tensor` that share it; 0 where no shapes
+    are known.
 
-    Layers that the family does not cut are whole on every rank, and some stay in float32.
+    Layers that the family does not cut are whole on every rank, and some stay in float32. With offload, blocks take what
+    the slots and the resident ones do; "auto" keeps a block resident only where there is room.
     """
-    return sum(round(_bytes_held(facts, name, shape, dtype, tensor)) for name, shape in facts.shapes.items())
+    held: dict[str, int] = {}
+    for name, shape in facts.shapes.items():
+        block = _block_of(name, facts.spec.blocks)
+        held[block] = held.get(block, 0) + round(_bytes_held(facts, name, shape, dtype, tensor))
+    if offload.offload == "none":
+        return sum(held.values())
+    rest, blocks = held.pop("", 0), len(held)
+    resident = 0 if offload.resident_blocks == AUTO else amount_of(offload.resident_blocks, blocks)
+    slots = min(amount_of(offload.prefetch, blocks) + 1, blocks - resident)
+    return rest + (resident + slots) * max(held.values(), default=0)
+
+
+def _block_of(name: str, lists: tuple[str, ...]) -> str:
+    """The block that a tensor is in; empty for one outside of the blocks."""
+    found = re.match(rf"(?:{'|'.join(map(re.escape, lists))})\.\d+(?=\.)", name)
+    return found[0] if found else ""
 
 
 def _bytes_held(facts: ModelFacts, name: str, shape: tuple[int, ...], dtype: str, tensor: int) -> float:

@@ -43,6 +43,7 @@ from .sampling import (
 )
 from .sequence import Sequence, split_tokens
 from .settings import AXES, FROM_MODEL, LoraSettings, ModelSettings
+from .streaming import choose_streamed, stream_weights
 
 SAMPLING = "sampling"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -88,15 +89,16 @@ class Pipeline:
             group=mesh.group("tensor"),
             stored=facts.stored,
         )
-        dtype = _dtype(settings, mesh)
-        fill_transformer(transformer, facts, shapes=shapes, dtype=dtype, device=mesh.device, progress=progress)
-        loras = Loras(transformer, facts.spec, shapes=shapes, dtype=dtype, device=mesh.device)
-        loras.use(settings.loras)
-        joined = facts.spec.split.joined
-        sequence = Sequence(mesh, heads=facts.heads // mesh.degree("tensor"), joined=joined)
+        held = {"shapes": shapes, "dtype": _dtype(settings, mesh), "device": mesh.device}
+        streamed = choose_streamed(transformer, facts, settings.memory, **held)
+        fill_transformer(transformer, facts, streamed=streamed, progress=progress, **held)
+        sequence = Sequence(mesh, heads=facts.heads // mesh.degree("tensor"), joined=facts.spec.split.joined)
         if sequence.can_split:
             hold_hooks(transformer, [place.module for place in facts.spec.split.gathered])
             split_tokens(transformer, facts.spec.split, self_attention=facts.spec.self_attention, sequence=sequence)
+        stream_weights(transformer, facts, streamed, settings.memory, **held)
+        loras = Loras(transformer, facts.spec, **held)
+        loras.use(settings.loras)
         return cls(transformer, facts, settings=settings, mesh=mesh, sequence=sequence, loras=loras)
 
     def use_loras(self, loras: Iterable[LoraSettings]) -> tuple[str, ...]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from .degrees import Degrees, Needs
 from .errors import Refused
+from .footprint import ON_DEVICE
 from .inspection import ModelFacts
 from .machine import Machine
-from .settings import AXES, MAX_DEGREE, ParallelSettings
+from .settings import AXES, MAX_DEGREE, MemorySettings, ParallelSettings
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -51,13 +52,29 @@ class PlanRefused(Refused):
         super().__init__(f"{message}. {way_out}")
 
 
-def make_plan(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, *, dtype: str = "auto") -> Plan:
+@dataclass(frozen=True)
+class Holding:
+    """How weights are held: their number format, "auto" for the device's own, and which of them are on the device."""
+
+    dtype: str
+    offload: MemorySettings
+
+
+def make_plan(
+    parallel: ParallelSettings,
+    facts: ModelFacts,
+    machine: Machine,
+    *,
+    dtype: str = "auto",
+    offload: MemorySettings = ON_DEVICE,
+) -> Plan:
     """The plan for these settings. Raises `PlanRefused` with formula, numbers and the nearest legal plan."""
-    problem = _problem(parallel, facts, machine, dtype)
+    holding = Holding(dtype, offload)
+    problem = _problem(parallel, facts, machine, holding)
     if problem:
-        raise PlanRefused(problem, nearest=_nearest(parallel, facts, machine, dtype))
+        raise PlanRefused(problem, nearest=_nearest(parallel, facts, machine, holding))
     devices = _devices(parallel, machine)
-    needs = _needs(facts, machine, devices, dtype)
+    needs = _needs(facts, machine, devices, holding)
     chosen = needs.choices(len(devices), parallel.set_degrees)[0]
     return Plan(
         **vars(chosen),
@@ -67,16 +84,17 @@ def make_plan(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, *
     )
 
 
-def _needs(facts: ModelFacts, machine: Machine, devices: Sequence[str], dtype: str) -> Needs:
+def _needs(facts: ModelFacts, machine: Machine, devices: Sequence[str], holding: Holding) -> Needs:
     sizes = [machine.cuda[int(device.removeprefix("cuda:"))].memory_mib for device in devices if device != "cpu"]
     auto = "fp32" if "cpu" in devices else "bf16"
-    return Needs(facts, auto if dtype == "auto" else dtype, memory=min(sizes, default=0) * MIB)
+    dtype = auto if holding.dtype == "auto" else holding.dtype
+    return Needs(facts, dtype, memory=min(sizes, default=0) * MIB, offload=holding.offload)
 
 
 # What is wrong ------------------------------------------------------------------------------------------------------
 
 
-def _problem(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, dtype: str) -> str:
+def _problem(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, holding: Holding) -> str:
     """What is wrong with the settings, in the user's words; empty when nothing is."""
     wrong = Needs(facts).problem(parallel.set_degrees)
     if wrong:
@@ -86,7 +104,7 @@ def _problem(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, dt
     devices = _devices(parallel, machine)
     if len(devices) > MAX_DEGREE:
         return f"{_formula(parallel)} = {parallel.product} is more than {MAX_DEGREE} ranks"
-    needs = _needs(facts, machine, devices, dtype)
+    needs = _needs(facts, machine, devices, holding)
     choices = needs.choices(len(devices), parallel.set_degrees)
     if not choices:
         return _does_not_fill(parallel, facts, len(devices))
@@ -147,7 +165,9 @@ def _devices(parallel: ParallelSettings, machine: Machine) -> tuple[str, ...]:
 # The way out --------------------------------------------------------------------------------------------------------
 
 
-def _nearest(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, dtype: str) -> ParallelSettings | None:
+def _nearest(
+    parallel: ParallelSettings, facts: ModelFacts, machine: Machine, holding: Holding
+) -> ParallelSettings | None:
     """Settings with a plan: as near as can be in the number of devices, then in the degrees that were set."""
     wanted = min(parallel.device_count or parallel.product, MAX_DEGREE)
     usable = _usable_gpus(parallel, machine)
@@ -155,7 +175,7 @@ def _nearest(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, dt
         most = len(numbers) if usable else wanted
         for count in sorted(range(1, most + 1), key=lambda count: abs(count - wanted)):
             devices = [f"cuda:{number}" for number in numbers[:count]] if usable else ["cpu"] * count
-            needs = _needs(facts, machine, devices, dtype)
+            needs = _needs(facts, machine, devices, holding)
             fitting = [degrees for degrees in needs.choices(count, {}) if needs.fits(degrees.tensor, share=1.0)]
             if fitting:
                 return _settings(parallel, devices, min(fitting, key=lambda degrees: _change(parallel, degrees)))

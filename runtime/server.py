@@ -218,7 +218,8 @@ def _machine() -> Machine:
 
 
 def _plan_for(model: ModelSettings) -> Plan:
-    return make_plan(model.parallel, inspect_model(model.model, quant=model.quant), _machine(), dtype=model.dtype)
+    facts = inspect_model(model.model, quant=model.quant)
+    return make_plan(model.parallel, facts, _machine(), dtype=model.dtype, offload=model.memory)
 
 
 def _default_endpoint(home: Path, name: str) -> str:

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 AXES = ("data", "cfg", "ring", "ulysses", "tensor")
 """The mesh axes, outermost first."""
@@ -33,8 +33,12 @@ SCHEDULER_NAMES = (
 """Both in ComfyUI's order."""
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 QUANT_KINDS = ("none", "svdquant-int4", "svdquant-nvfp4")
+OFFLOAD_KINDS = ("none", "layerwise", "disk")
+
+AUTO = "auto"
 
 _DEVICES = re.compile(r"auto|cpu:[1-9][0-9]?|cuda:[0-9]{1,2}(,[0-9]{1,2})*")
+_AMOUNT = re.compile(r"[0-9]{1,4}|0?\.[0-9]{1,6}|1\.0*")
 
 
 class Settings(BaseModel):
@@ -110,6 +114,42 @@ class LoraSettings(Settings):
     stamp: str = Field(default="", max_length=256)
 
 
+class MemorySettings(Settings):
+    """Where the weights of the transformer's blocks are while they do not run.
+
+    `offload` "none": on the device. "layerwise": in host memory. "disk": in their file, which is read anew in each step.
+    `resident_blocks` stay on the device all the same, and `prefetch` blocks are on their way while one runs: a count such as
+    "2" or a part of all such as "0.25"; resident blocks "auto" are as many as the free memory holds.
+    """
+
+    offload: Literal["none", "layerwise", "disk"] = "none"
+    resident_blocks: str = AUTO
+    prefetch: str = "1"
+
+    @field_validator("resident_blocks", "prefetch")
+    @classmethod
+    def _known_amount(cls, text: str, info: ValidationInfo) -> str:
+        text = text.strip()
+        if not (_AMOUNT.fullmatch(text) or (text == AUTO and info.field_name == "resident_blocks")):
+            auto = "auto, " if info.field_name == "resident_blocks" else ""
+            raise ValueError(f"{info.field_name} {text!r} is not one of: {auto}a count such as 2, a part such as 0.25")
+        return text
+
+    @model_validator(mode="after")
+    def _amounts_are_used(self) -> MemorySettings:
+        if self.offload == "none" and (self.resident_blocks != AUTO or self.prefetch != "1"):
+            raise ValueError(
+                f"resident_blocks {self.resident_blocks} and prefetch {self.prefetch} are for offload layerwise or disk, but "
+                f"offload is none: choose one of those, or leave them at auto and 1"
+            )
+        return self
+
+
+def amount_of(text: str, total: int) -> int:
+    """How many of `total` a count ("2") or a part ("0.25") is."""
+    return min(int(text), total) if text.isdigit() else math.ceil(float(text) * total)
+
+
 class ModelSettings(Settings):
     """What Load Model describes: files by absolute path (or `tiny-shapes`), number format, plan.
 
@@ -126,6 +166,7 @@ class ModelSettings(Settings):
     vae: str = FROM_MODEL
     parallel: ParallelSettings = ParallelSettings()
     loras: tuple[LoraSettings, ...] = Field(default=(), max_length=MAX_LORAS)
+    memory: MemorySettings = MemorySettings()
     stamp: str = Field(default="", max_length=256)
 
     def __repr__(self) -> str:

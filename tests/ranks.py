@@ -26,7 +26,7 @@ from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.protocol import Conditioning, Sample
-from runtime.settings import ModelSettings, SampleSettings
+from runtime.settings import MemorySettings, ModelSettings, SampleSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 420
@@ -59,6 +59,9 @@ class Case:
     degrees: dict[str, int] = field(default_factory=dict)
     regions: str = ""
     """Which of `REGIONS` the conditioning has."""
+    family: str = ""
+    """Of a model that is given by its path."""
+    memory: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         degrees = " ".join(f"{axis}{degree}" for axis, degree in self.degrees.items())
@@ -66,7 +69,8 @@ class Case:
         model, prompts = self.model.removeprefix("random:"), f"prompts{self.prompts}"
         model += "" if self.quant == "none" else f" {self.quant}"
         settings = f"{self.sampler} {self.scheduler} {self.regions}".rstrip()
-        return f"{model} {degrees} {shape} cfg{self.cfg:g} {prompts} {settings}"
+        memory = " ".join(f"{name} {value}" for name, value in self.memory.items())
+        return f"{self.family or model} {degrees} {shape} cfg{self.cfg:g} {prompts} {settings} {memory}".rstrip()
 
 
 def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
@@ -96,7 +100,7 @@ def sample_request(case: Case) -> Sample:
 
 def entry(case: Case, length: int, fields: dict[str, Any], generator: torch.Generator) -> Conditioning:
     """A drawn entry of conditioning, as the tiny model of the case takes it."""
-    family = FAMILIES.get(case.model.removeprefix("random:"), WAN)
+    family = FAMILIES.get(case.family or case.model.removeprefix("random:"), WAN)
     embedding = torch.randn(1, length, family.tiny[family.text_width], generator=generator)
     drawn = {"mask": torch.rand(1, 6, 6, generator=generator)} if "mask" in fields else {}
     if family.pooled_width:
@@ -108,9 +112,10 @@ def entry(case: Case, length: int, fields: dict[str, Any], generator: torch.Gene
 
 def run_case(case: Case, mesh: Mesh, pipelines: dict[Any, Pipeline]) -> torch.Tensor:
     """The latent of a case on this rank. Pipelines are kept in `pipelines`, one for each model and mesh."""
-    key = (case.model, case.dtype, case.quant, tuple(case.degrees.items()))
+    key = (case.model, case.dtype, case.quant, *(tuple(each.items()) for each in (case.degrees, case.memory)))
     if key not in pipelines:
-        settings = ModelSettings(model=case.model, dtype=case.dtype, quant=case.quant)
+        kinds = {"dtype": case.dtype, "quant": case.quant, "memory": MemorySettings(**case.memory)}
+        settings = ModelSettings(model=case.model, **kinds)
         pipelines[key] = Pipeline.load(settings, mesh=mesh, progress=ignore_progress)
     return pipelines[key].sample(sample_request(case), progress=ignore_progress)
 
@@ -118,7 +123,7 @@ def run_case(case: Case, mesh: Mesh, pipelines: dict[Any, Pipeline]) -> torch.Te
 def run_on_one(cases: Sequence[Case]) -> list[torch.Tensor]:
     """The latents of the cases on one rank, whatever degrees they name."""
     pipelines: dict[Any, Pipeline] = {}
-    return [run_case(Case(**{**asdict(case), "degrees": {}}), Mesh.single(), pipelines) for case in cases]
+    return [run_case(Case(**{**asdict(case), "degrees": {}, "memory": {}}), Mesh.single(), pipelines) for case in cases]
 
 
 def run_cases_as_processes(cases: Sequence[Case], folder: Path, *, kind: str = "cpu") -> list[list[torch.Tensor]]:

@@ -17,6 +17,7 @@ COMPUTE = (
     "parallel",
     "quant",
     "sequence",
+    "offload",
     "blocks",
     "regions",
     "guidance",

@@ -23,6 +23,7 @@ NODE_INPUTS = {
     "OutriggerLoadModel": "model* dtype quant text_encoder text_encoder_2 vae parallel memory speed",
     "OutriggerLora": "model* lora_name* strength_model",
     "OutriggerParallelism": "devices ulysses ring tensor cfg data",
+    "OutriggerMemory": "offload resident_blocks prefetch",
     "OutriggerTextEncode": "model* text*",
     "OutriggerSampler": "model* positive* latent_image* seed steps cfg sampler_name scheduler negative denoise shift",
     "OutriggerSamplerAdvanced": "model* positive* latent_image* add_noise noise_seed steps cfg sampler_name scheduler negative "
@@ -36,6 +37,7 @@ OUTPUTS = {
     "OutriggerLoadModel": ["OUTRIGGER_MODEL"],
     "OutriggerLora": ["OUTRIGGER_MODEL"],
     "OutriggerParallelism": ["OUTRIGGER_PARALLEL"],
+    "OutriggerMemory": ["OUTRIGGER_MEMORY"],
     "OutriggerTextEncode": ["CONDITIONING"],
     "OutriggerSampler": ["LATENT"],
     "OutriggerSamplerAdvanced": ["LATENT"],

@@ -15,7 +15,7 @@ from runtime.linear import ParallelLinear
 from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
-from runtime.settings import LoraSettings, ModelSettings
+from runtime.settings import LoraSettings, MemorySettings, ModelSettings
 from tests.lora_files import Draw, added, dora, dotted, kohya, loha, lokr, peft, weights_of, write
 from tests.ranks import Case, relative_error, run_as_threads, sample_request
 
@@ -144,6 +144,28 @@ def test_taking_off_leaves_the_model_as_it_was_bit_for_bit(loras):
     after = weights_of(pipeline)
     assert pairs_of(pipeline) == 0 and before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
+
+
+@pytest.mark.parametrize("degrees", [{}, {"ulysses": 2}, {"tensor": 2}], ids=str)
+def test_a_streamed_model_has_the_latent_of_a_resident_one(degrees, loras):
+    pair = (loras["kohya"], loras["norms"])
+    streamed = MemorySettings(offload="layerwise", resident_blocks="1", prefetch="0")
+
+    def run(mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+        pipeline = load(mesh, memory=streamed)
+        plain = latent(pipeline)
+        pipeline.use_loras(pair)
+        return plain, latent(pipeline)
+
+    wanted = latent(load()), latent(load(loras=pair))
+    for found in run_as_threads(degrees, run) if degrees else [run(Mesh.single())]:
+        assert max(map(relative_error, found, wanted)) < 2e-6
+
+
+def test_a_full_matrix_on_streamed_weights_is_refused(loras):
+    pipeline = load(memory=MemorySettings(offload="layerwise", resident_blocks="0"))
+    with pytest.raises(Refused, match="without quantisation and offload"):
+        pipeline.use_loras([loras["lokr"]])
 
 
 def test_low_rank_changes_touch_no_weight(loras):

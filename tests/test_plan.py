@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from runtime.inspection import ModelFacts, inspect_model
 from runtime.machine import CudaDevice, Machine, visible
 from runtime.plan import PlanRefused, make_plan
-from runtime.settings import AXES, ParallelSettings
+from runtime.settings import AXES, MemorySettings, ParallelSettings
 
 GPU = CudaDevice(name="GPU", memory_mib=81920)
 NO_GPU = Machine(cores=8)
@@ -173,3 +174,15 @@ def test_gpus_are_the_ones_cuda_would_show(chosen, names):
 
 def test_no_listing_is_no_gpu():
     assert visible("", None) == ()
+
+
+def test_what_does_not_fit_is_planned_with_offload():
+    """Two slots of the largest block, and what is in no block."""
+    facts, machine = inspect_model("random:wan"), Machine(cuda=(CudaDevice("small", 2),))
+    with pytest.raises(PlanRefused, match="weights of random:wan take"):
+        make_plan(ParallelSettings(), facts, machine, dtype="fp32")
+    offload = MemorySettings(offload="layerwise", prefetch="0", resident_blocks="0")
+    whole = make_plan(ParallelSettings(devices="cpu:1"), facts, machine, dtype="fp32").bytes_per_rank
+    small = make_plan(ParallelSettings(devices="cpu:1"), facts, machine, dtype="fp32", offload=offload).bytes_per_rank
+    block = sum(4 * math.prod(shape) for name, shape in facts.shapes.items() if name.startswith("blocks.0."))
+    assert whole - small == (facts.layers - 1) * block

@@ -7,7 +7,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import Refused, in_our_words
-from ..settings import AXES, DTYPES, QUANT_KINDS, LoraSettings, ModelSettings, ParallelSettings
+from ..settings import (
+    AUTO,
+    AXES,
+    DTYPES,
+    OFFLOAD_KINDS,
+    QUANT_KINDS,
+    LoraSettings,
+    MemorySettings,
+    ModelSettings,
+    ParallelSettings,
+)
 from .models import LORA_FOLDERS, find_file, find_model
 
 Value = TypeVar("Value")
@@ -30,6 +40,14 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", default="auto", help="auto, cpu:4 or cuda:0,1")
     for flag, axis in DEGREES.items():
         parser.add_argument(f"--{flag}", dest=f"degree_{axis}", type=int, default=0, metavar="N", help=_help(axis))
+    parser.add_argument(
+        "--offload", choices=OFFLOAD_KINDS, default=OFFLOAD_KINDS[0],
+        help="where the weights of the blocks are while they do not run: on the device, in host memory, in their file",
+    )  # fmt: skip
+    parser.add_argument(
+        "--resident-blocks", default=AUTO, metavar="N", help="blocks that stay on the device: auto, 2, or 0.25 of them"
+    )
+    parser.add_argument("--prefetch", default="1", metavar="N", help="blocks on their way while one runs: 2, or 0.25")
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +62,10 @@ def model_settings(chosen: argparse.Namespace, **parts: str) -> ModelSettings:
     Whether the degrees fit the devices is left to the planner: it knows the model, and so the nearest plan that works.
     """
     parallel = _parallel_settings(chosen)
+    amounts = {"resident_blocks": str(chosen.resident_blocks), "prefetch": str(chosen.prefetch)}
+    memory = checked(MemorySettings, offload=chosen.offload, **amounts)
     loras = tuple(map(_lora_settings, chosen.lora))
-    fields = {"dtype": chosen.dtype, "quant": chosen.quant, "loras": loras}
+    fields = {"dtype": chosen.dtype, "quant": chosen.quant, "loras": loras, "memory": memory}
     model = checked(ModelSettings, model=find_model(chosen.model), **fields, **parts)
     return model.model_copy(update={"parallel": parallel})
 

@@ -10,4 +10,5 @@ from ..settings import ModelSettings
 
 def plan_for(model: ModelSettings) -> Plan:
     """The legal plan. Raises `PlanRefused` with the nearest one, `Refused` for a model that cannot be used."""
-    return make_plan(model.parallel, inspect_model(model.model, quant=model.quant), Machine.here(), dtype=model.dtype)
+    facts = inspect_model(model.model, quant=model.quant)
+    return make_plan(model.parallel, facts, Machine.here(), dtype=model.dtype, offload=model.memory)

@@ -59,10 +59,10 @@ class HeldLoras:
         file = read_lora(path, names=self._names)
         parts = {name: self._pair(name, change) or change for name, change in file.changes.items()}
         for name, part in parts.items():
-            if name.endswith(WEIGHT) and isinstance(part, Change) and not is_plain(self._layer(name)):
+            if name.endswith(WEIGHT) and isinstance(part, Change) and not _can_fold(self._layer(name)):
                 raise Refused(
-                    f"{file.path.name} changes {name} by a full matrix, which needs plain weights: choose a LoRA of "
-                    f"lower rank, or a model that is not quantised"
+                    f"{file.path.name} changes {name} by a full matrix, which needs plain weights that stay on the device: "
+                    f"choose a LoRA of lower rank, or a model without quantisation and offload"
                 )
         return HeldLora(parts, file.report())
 
@@ -89,3 +89,8 @@ def is_plain(layer: nn.Module) -> bool:
 def plain_weight(layer: nn.Module) -> torch.Tensor:
     """The weight of a layer that is plain."""
     return layer.core.weight if isinstance(layer, ParallelLinear) else layer.weight
+
+
+def _can_fold(layer: nn.Module) -> bool:
+    """Whether its weight is there all the time as a matrix of numbers: neither packed nor streamed."""
+    return is_plain(layer) and not plain_weight(layer).is_meta

@@ -1,0 +1,47 @@
+"""Which blocks of a model have their weights streamed."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from ..settings import AUTO, MemorySettings, amount_of
+
+SPARE = 0.7
+"""So much of the free memory may hold resident blocks; the rest is for what a step works with."""
+
+
+def streamed_blocks(
+    model: nn.Module, lists: tuple[str, ...], memory: MemorySettings, *, dtype: torch.dtype, device: torch.device
+) -> tuple[str, ...]:
+    """The names of the streamed blocks of a model that has no weights yet, in the order in which they run; none without
+    offload. The resident ones lie between them, evenly spread, so that each gives those beside it time to come in.
+    """
+    if memory.offload == "none":
+        return ()
+    names = [f"{blocks}.{number}" for blocks in lists for number in range(len(model.get_submodule(blocks)))]
+    if memory.resident_blocks == AUTO:
+        largest = max(_bytes_of(model.get_submodule(name), dtype) for name in names)
+        slots = amount_of(memory.prefetch, len(names)) + 1
+        count = max(0, min(len(names), int(SPARE * free_bytes(device) / largest) - slots))
+    else:
+        count = amount_of(memory.resident_blocks, len(names))
+    resident = {number * len(names) // count for number in range(count)}
+    return tuple(name for number, name in enumerate(names) if number not in resident)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What is free on a device now; 0 where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    known = hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else 0
+
+
+def _bytes_of(block: nn.Module, dtype: torch.dtype) -> int:
+    return sum(
+        parameter.numel() * (dtype.itemsize if parameter.is_floating_point() else parameter.element_size())
+        for parameter in block.parameters()
+    )

@@ -1,0 +1,184 @@
+"""Layerwise offload: the latent is that of the resident model, on one rank and on several."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runtime.blocks import BlockRunner
+from runtime.checkpoint import random_tensors
+from runtime.families import FAMILIES
+from runtime.linear import ParallelLinear
+from runtime.mesh import Mesh
+from runtime.offload.layout import Held, Layout
+from runtime.offload.weights import HostWeights
+from runtime.pipeline import Pipeline
+from runtime.progress import ignore_progress
+from runtime.settings import MemorySettings, ModelSettings, amount_of
+from tests.ranks import (
+    Case,
+    relative_error,
+    run_as_threads,
+    run_case,
+    run_cases_as_processes,
+    run_on_one,
+    sample_request,
+)
+
+SAME = 2e-6
+FAMILY_NAMES = ("wan", "flux")
+WAYS = {
+    "layerwise, prefetch 1": {"offload": "layerwise", "resident_blocks": "0"},
+    "layerwise, prefetch 0.25": {"offload": "layerwise", "resident_blocks": "0", "prefetch": "0.25"},
+    "layerwise, 2 resident": {"offload": "layerwise", "resident_blocks": "2"},
+    "from disk": {"offload": "disk", "resident_blocks": "0", "prefetch": "2"},
+}
+DEGREES = ({"ulysses": 2}, {"tensor": 2}, {"cfg": 2, "ulysses": 2})
+LAYERS = {"num_layers": 3}
+"""One more than `TINY` has, so that there are more blocks than slots."""
+
+
+@pytest.fixture(scope="module", params=FAMILY_NAMES)
+def case(request, tmp_path_factory):
+    """A small request to a model with random weights in a file."""
+    family, folder = FAMILIES[request.param], tmp_path_factory.mktemp(request.param)
+    config = {**family.tiny, **LAYERS}
+    with torch.device("meta"):
+        model = getattr(diffusers, family.transformer_class)(**config)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    save_file(dict(random_tensors(shapes)), folder / "diffusion_pytorch_model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"_class_name": family.transformer_class, **config}))
+    latent = (1, 16, 1, 6, 8) if family.latent.dims == 3 else (1, 16, 6, 8)
+    return Case(model=str(folder), family=request.param, latent=latent, steps=2)
+
+
+@pytest.fixture(scope="module")
+def resident(case):
+    return run_on_one([case])[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_streamed_model_gives_the_latent_of_the_resident_one(case, resident, way):
+    pipeline = Pipeline.load(
+        ModelSettings(model=case.model, memory=MemorySettings(**WAYS[way])),
+        mesh=Mesh.single(),
+        progress=ignore_progress,
+    )
+    twice = [pipeline.sample(sample_request(case), progress=ignore_progress) for _ in range(2)]
+    assert all(torch.equal(latent, resident) for latent in twice)
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+@pytest.mark.parametrize("way", ["layerwise, prefetch 1", "from disk"])
+def test_a_streamed_model_over_ranks_gives_the_latent_of_one(case, resident, degrees, way):
+    spread = replace(case, degrees=degrees, memory=WAYS[way])
+    latents = run_as_threads(degrees, lambda mesh: run_case(spread, mesh, {}))
+    assert max(relative_error(latent, resident) for latent in latents) < SAME
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_processes_stream_as_threads_do(case, resident, degrees, tmp_path):
+    cases = [replace(case, degrees=degrees, memory=way) for way in WAYS.values()]
+    for latents in run_cases_as_processes(cases, tmp_path):
+        assert max(relative_error(latent, resident) for latent in latents) < SAME
+
+
+class Steps:
+    """A model of a few blocks, each an addition and a product, and what its weights read."""
+
+    def __init__(self, count: int, *, prefetch: int) -> None:
+        self.blocks = [ParallelLinear(torch.nn.Linear(4, 4).requires_grad_(False)) for _ in range(count)]
+        self.filled: list[int] = []
+        weights = {}
+        for number, block in enumerate(self.blocks):
+            stored = HostWeights(Layout(Held.all_of(block)), pinned=False)
+            weights[block] = Counted(stored, number, self.filled)
+        self.expected = [
+            (block.core.weight.clone(), block.bias.clone()) for block in self.blocks
+        ]  # before the runner takes them
+        self.runner = BlockRunner(weights, prefetch=prefetch, device=torch.device("cpu"))
+
+    def run(self, *numbers: int) -> bool:
+        """Whether each block computes what it should, in this order."""
+        x = torch.randn(2, 4)
+        return all(torch.equal(self.blocks[n](x), torch.nn.functional.linear(x, *self.expected[n])) for n in numbers)
+
+
+class Counted:
+    """Weights that note when they are filled in."""
+
+    def __init__(self, weights, number, filled):
+        self.layout, self._weights, self._number, self._filled = weights.layout, weights, number, filled
+
+    def fill(self, buffer):
+        self._filled.append(self._number)
+        self._weights.fill(buffer)
+
+
+def test_blocks_are_fetched_ahead_once_each_and_the_first_again_after_the_last():
+    model = Steps(5, prefetch=2)
+    assert model.run(*range(5), *range(5))
+    model.runner._filler._thread.shutdown(wait=True)
+    assert model.filled[:10] == [*range(5), *range(5)]
+
+
+def test_no_more_slots_than_those_on_their_way_and_the_one_that_runs():
+    model = Steps(5, prefetch=2)
+    model.run(*range(5))
+    assert model.runner.slot_bytes == 3 * model.runner._weights[0].layout.nbytes
+
+
+@pytest.mark.parametrize("order", [(0, 3, 4, 1), (2, 2, 2), (4, 3, 2, 1, 0), (0, 4)])
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+def test_any_order_of_blocks_computes_with_the_right_weights(order, prefetch):
+    assert Steps(5, prefetch=prefetch).run(*order, *order)
+
+
+def test_a_block_that_fails_gives_its_slot_back():
+    model = Steps(3, prefetch=1)
+    for _ in range(4):
+        with pytest.raises(RuntimeError):
+            model.blocks[1](torch.randn(2, 7))
+    assert model.run(0, 1, 2)
+
+
+def test_weights_that_cannot_be_read_fail_the_block_that_needs_them():
+    model = Steps(3, prefetch=1)
+
+    def fill(buffer):
+        raise OSError("the file is gone")
+
+    model.runner._weights[2].fill = fill
+    assert model.run(0, 1)
+    with pytest.raises(OSError, match="the file is gone"):
+        model.run(2)
+
+
+@pytest.mark.parametrize(
+    ("text", "total", "amount"), [("0", 5, 0), ("2", 5, 2), ("9", 5, 5), ("0.25", 8, 2), ("0.25", 2, 1), ("1.0", 7, 7)]
+)
+def test_a_count_or_a_part(text, total, amount):
+    assert amount_of(text, total) == amount
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5", "half", "nan", "1e3", "0.1234567", "auto"])
+def test_no_other_amount_is_taken(text):
+    with pytest.raises(ValueError, match="prefetch"):
+        MemorySettings(offload="layerwise", prefetch=text)
+
+
+def test_amounts_without_offload_are_refused():
+    with pytest.raises(ValueError, match="choose one of those"):
+        MemorySettings(prefetch="2")
+
+
+def test_random_weights_are_in_no_file():
+    settings = ModelSettings(model="random:wan", memory=MemorySettings(offload="disk"))
+    with pytest.raises(ValueError, match="choose offload layerwise"):
+        Pipeline.load(settings, mesh=Mesh.single(), progress=ignore_progress)
