@@ -9,6 +9,7 @@ import torch
 
 from ..runtime.errors import in_our_words
 from ..runtime.protocol import ITEM_BYTES, MAX_ENTRIES, Conditioning
+from ..runtime.settings import ModelSettings
 from . import host
 
 TENSORS = {"pooled_output": "pooled", "attention_mask": "attention_mask", "mask": "mask"}
@@ -33,6 +34,13 @@ WAY_OUT = {
 }
 PERCENT = "percentage"
 DOWNSCALE_KEYS = ("downscale_ratio_spacial", "downscale_ratio_temporal")
+
+
+def to_model(value: Any) -> ModelSettings:
+    """An OUTRIGGER_MODEL socket's value. Raises `ValueError` for anything else."""
+    if not isinstance(value, ModelSettings):
+        raise ValueError(f"model: connect Outrigger Load Model; {_held(value)}, not a model of Outrigger")
+    return value
 
 
 def to_conditioning(value: Any, what: str) -> tuple[Conditioning, ...]:
@@ -191,7 +199,7 @@ def to_pixels(value: Any, what: str) -> torch.Tensor:
         raise ValueError(f"{what}: connect a picture; {_held(value)}, not an IMAGE")
     if value.ndim != 4 or value.shape[-1] < 3 or not value.numel():
         raise ValueError(f"{what}: use pictures with three colours; this IMAGE has the shape {tuple(value.shape)}")
-    return _to_send(value[..., :3], what)
+    return _to_send(value, what)[..., :3].contiguous()
 
 
 def _refuse_unhonoured(options: dict[str, Any], what: str) -> None:

@@ -66,6 +66,7 @@ def lora_choices() -> list[str]:
 
 def find_lora(choice: str) -> str:
     """Absolute path of a LoRA by its choice. Raises `ValueError` with the way out."""
+    _check_name("lora_name", choice)
     if choice not in lora_choices():
         raise ValueError(_not_found("lora_name", choice, lora_choices(), ("loras",)))
     return _path("loras", choice)

@@ -9,7 +9,7 @@ from comfy_api.latest import io
 from ..runtime.errors import in_our_words
 from . import files
 from .io_types import CATEGORY, Model, searchable
-from .parts import MAX_STRENGTH, settings
+from .parts import MAX_STRENGTH, convert, settings
 
 
 class OutriggerLora(io.ComfyNode):
@@ -63,15 +63,16 @@ class OutriggerLora(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, lora_name: str = "", **others: Any) -> str:
         """Changes when the file behind the name changes."""
-        return files.stamp({"lora": files.find_lora(lora_name)}) if lora_name else ""
+        return "" if lora_name == "" else files.stamp({"lora": files.find_lora(lora_name)})
 
     @classmethod
     def execute(cls, model: Any, lora_name: str, strength_model: float = 1.0) -> io.NodeOutput:
-        if not strength_model:
+        model = convert.to_model(model)
+        if isinstance(strength_model, (int, float)) and strength_model == 0:
             return io.NodeOutput(model)
         path = files.find_lora(lora_name)
         stamp = files.stamp({"lora": path})
-        lora = in_our_words(settings.LoraSettings, path=path, strength=float(strength_model), stamp=stamp)
+        lora = in_our_words(settings.LoraSettings, path=path, strength=strength_model, stamp=stamp)
         if len(model.loras) >= settings.MAX_LORAS:
             raise ValueError(f"model: it has {settings.MAX_LORAS} LoRAs already: take some out")
         return io.NodeOutput(model.model_copy(update={"loras": (*model.loras, lora)}))

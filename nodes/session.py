@@ -14,7 +14,7 @@ from ..runtime.client import Sidecar
 from ..runtime.errors import Cancelled, SidecarError, in_our_words
 from ..runtime.protocol import Conditioning, Decode, EncodePixels, EncodeText, Notice, Progress, Result, Sample, Work
 from ..runtime.settings import ModelSettings, SampleSettings
-from . import host
+from . import convert, host
 from .display import NodeDisplay
 
 log = logging.getLogger("outrigger")
@@ -118,10 +118,7 @@ def _follow(request: Work, display: NodeDisplay) -> Result:
 
 def _request(kind: type[Request], model: Any, **fields: Any) -> Request:
     """A request of that kind. Raises `ValueError` with one sentence per value that does not fit in."""
-    if not isinstance(model, ModelSettings):
-        held = "nothing" if model is None else type(model).__name__
-        raise ValueError(f"model: connect Outrigger Load Model; this input holds {held}, not a model of Outrigger")
-    return in_our_words(kind, job=uuid.uuid4().hex, model=model, **fields)
+    return in_our_words(kind, job=uuid.uuid4().hex, model=convert.to_model(model), **fields)
 
 
 def _as_comfyui_shows_it(error: SidecarError) -> Exception:

@@ -334,6 +334,21 @@ def test_only_safe_loras_are_offered_and_others_named_with_the_way_out(pack, fol
     assert "convert" in pack.lora.OutriggerLora.validate_inputs(lora_name="old.pt")
 
 
+@pytest.mark.parametrize(
+    ("widgets", "says"),
+    [
+        ({"lora_name": 5}, "^lora_name 5 is not a name"),
+        ({"strength_model": "strong"}, "^strength is 'strong'"),
+        ({"strength_model": float("nan")}, "^strength is nan"),
+        ({"strength_model": torch.zeros(2)}, "^strength is tensor"),
+    ],
+)
+def test_a_lora_of_another_form_is_refused_by_name(pack, folders, widgets, says):
+    (model,) = pack.model.OutriggerLoadModel.execute(model="tiny-shapes")
+    with pytest.raises(ValueError, match=says):
+        pack.lora.OutriggerLora.execute(model, **({"lora_name": "style.safetensors"} | widgets))
+
+
 def test_a_lora_file_that_changed_runs_the_node_again(pack, folders):
     before = pack.lora.OutriggerLora.fingerprint_inputs(lora_name="style.safetensors", strength_model=1.0)
     (folders / "loras/style.safetensors").write_bytes(b"other")
@@ -600,6 +615,8 @@ def test_what_is_not_our_model_is_refused_by_every_node(pack, sidecar, value, he
         lambda: sample_advanced(pack, model=value),
         lambda: pack.session.encode_text(value, "red", None),
         lambda: pack.session.decode(value, torch.zeros(1, 16, 4, 4), None),
+        lambda: pack.session.encode(value, torch.zeros(1, 8, 8, 3), None),
+        lambda: pack.lora.OutriggerLora.execute(value, "style.safetensors"),
         lambda: pack.session.encode(value, torch.zeros(1, 8, 8, 3), None),
     ):
         with pytest.raises(ValueError, match=says):
