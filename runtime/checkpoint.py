@@ -186,12 +186,12 @@ def _stored(
                             f"{source.path}: {stored} has shape {shape}, but this {facts.spec.title} "
                             f"needs {tuple(shapes[name])}: download the file again"
                         )
-                    yield name, _read(file, source.path, stored, local_part(model, name))
+                    yield name, read_part(file, source.path, stored, local_part(model, name))
         except (OSError, SafetensorError) as error:
             raise Refused(f"{source.path} cannot be read: {error}") from error
 
 
-def _read(file: safe_open, path: Path, stored: str, part: LocalPart | None) -> torch.Tensor | None:
+def read_part(file: safe_open, path: Path, stored: str, part: LocalPart | None) -> torch.Tensor | None:
     """All of a tensor, left in the open file; or a part, copied through an opening of its own: the pages that it comes from,
     and more around them, count as this process's memory for as long as a tensor is left in what they were read through.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import UnionType
@@ -20,6 +20,8 @@ from .inspection import read_json
 from .safetensors_header import TensorEntry, read_header
 
 Model = TypeVar("Model", bound=nn.Module)
+Headers = Mapping[Path, Mapping[str, TensorEntry]]
+"""What a file says of its tensors, by name."""
 
 LARGEST = 1 << 20
 """No size or count in a configuration is larger; a table of so many entries still fits in memory."""
@@ -69,21 +71,33 @@ def building(model_class: type, *, where: Path | str) -> Iterator[None]:
         ) from error
 
 
-def load_folder(
-    model_class: type[Model], folder: Path, *, build: Callable[[dict[str, Any]], nn.Module], **options: Any
-) -> Model:
-    """The class with the weights of a folder, as its `from_pretrained` gives it with these `options`.
+def empty_model(
+    model_class: type[Model], folder: Path, *, build: Callable[[dict[str, Any]], Model]
+) -> tuple[Model, Headers]:
+    """The model of a folder without its weights, and the headers of the files that hold them.
 
-    `build` makes it from a configuration alone. Raises `Refused` when file and configuration are not those of the class.
+    `build` makes it from a configuration. Raises `Refused` when file and configuration are not those of the class.
     """
     where = folder / "config.json"
     config = read_json(where)
     headers = {file: read_header(file) for file in sorted(folder.glob("*.safetensors"))}
     check_values(config, model_class, tensors=sum(map(len, headers.values())), where=where)
     with building(model_class, where=where):
-        shapes = {name: tuple(tensor.shape) for name, tensor in build(config).state_dict().items()}
+        model = build(config)
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for file, header in headers.items():
         _check_shapes(header, shapes, file=file)
+    return model, headers
+
+
+def load_folder(
+    model_class: type[Model], folder: Path, *, build: Callable[[dict[str, Any]], Model], **options: Any
+) -> Model:
+    """The class with the weights of a folder, as its `from_pretrained` gives it with these `options`.
+
+    `build` makes it from a configuration alone. Raises `Refused` when file and configuration are not those of the class.
+    """
+    empty_model(model_class, folder, build=build)
     try:
         model, report = model_class.from_pretrained(
             folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
@@ -92,10 +106,15 @@ def load_folder(
         raise Refused(
             f"{folder} holds no {model_class.__name__} that can be loaded ({error}): download it again"
         ) from error
-    for problem, names in (("lacks", report["missing_keys"]), ("has unknown", report["unexpected_keys"])):
+    check_names(folder, lacking=report["missing_keys"], unknown=report["unexpected_keys"])
+    return model
+
+
+def check_names(folder: Path, *, lacking: Collection[str], unknown: Collection[str]) -> None:
+    """Raise `Refused` where there are tensors that a folder lacks, or that its model does not know."""
+    for problem, names in (("lacks", lacking), ("has unknown", unknown)):
         if names:
             raise Refused(f"{folder} {problem} {', '.join(sorted(names)[:NAMED])}: download it again")
-    return model
 
 
 def _check_shapes(header: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]], *, file: Path) -> None:

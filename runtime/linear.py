@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .families.spec import LinearShard, TensorSplit
-from .parallel.shares import WHOLE, Cut, even_lengths
+from .parallel.shares import WHOLE, Cut, even_lengths, span
 from .parallel.tensor import add_up, gather_features, mean_square
 from .quant import CORES, Core
 from .stored import Stored
@@ -91,6 +91,11 @@ class ParallelLinear(nn.Module):
             return gather_features(output, lengths=lengths, group=self._group)
         return output
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """What a plain core holds. For classes that look at the weight of their Linears, as T5 does for its dtype."""
+        return self.core.weight
+
     def local_part(self, leaf: str) -> LocalPart | None:
         """Where the tensor that a file calls `leaf` goes; None when this rank does without it."""
         if leaf == "bias":
@@ -133,11 +138,37 @@ class ParallelRMSNorm(nn.Module):
         return LocalPart(self, leaf, self._cut, self._group)
 
 
+class ParallelEmbedding(nn.Module):
+    """An Embedding of whose features each rank of the group has some: put together ("gather"), or left local ("column")."""
+
+    def __init__(
+        self,
+        embedding: nn.Embedding,
+        *,
+        mode: Literal["column", "gather"],
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__()
+        self._gathers, self._group = mode == "gather", group
+        self._lengths = even_lengths(embedding.embedding_dim, dist.get_world_size(group))
+        self._cut = Cut(1, (span(self._lengths, dist.get_rank(group)),))
+        self.weight = nn.Parameter(self._cut.take(embedding.weight), requires_grad=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """`(...)` -> `(..., features)`, all or the local ones."""
+        output = F.embedding(ids, self.weight)
+        return gather_features(output, lengths=self._lengths, group=self._group) if self._gathers else output
+
+    def local_part(self, leaf: str) -> LocalPart | None:
+        """Where the weight goes."""
+        return LocalPart(self, leaf, self._cut, self._group)
+
+
 def local_part(model: nn.Module, name: str) -> LocalPart | None:
     """Where what the model's class calls `name` goes; None when this rank does without it."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    if isinstance(module, ParallelLinear | ParallelRMSNorm):
+    if isinstance(module, ParallelLinear | ParallelRMSNorm | ParallelEmbedding):
         return module.local_part(leaf)
     return LocalPart(module, leaf, WHOLE)
 

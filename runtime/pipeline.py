@@ -11,6 +11,7 @@ from torch import nn
 
 from .checkpoint import STAGE as LOADING
 from .checkpoint import build_transformer, fill_transformer
+from .encoders.reporting import GroupProgress
 from .encoders.rows import Rows
 from .encoders.text import TextEncoder
 from .encoders.vae import Autoencoder
@@ -111,12 +112,14 @@ class Pipeline:
     def encode_text(self, text: str, *, progress: ReportProgress) -> Conditioning | None:
         """The conditioning of a prompt; None on every rank but the first. Raises `Refused` without a text encoder."""
         folder, tokenizer = self._text_encoder_folders()  # on every rank, so that all refuse alike and stay
-        if self._mesh.rank != 0:
+        if any(self._mesh.index(axis) for axis in AXES if axis != "tensor"):
             return None
+        report = GroupProgress(progress, self._mesh.group("tensor"))
         if self._text_encoder is None:
-            progress(LOADING, 0, 1, together=False)
+            report(LOADING, 0, 1)
             self._text_encoder = self._load_text_encoder(folder, tokenizer)
-        return self._text_encoder.encode(text, progress=progress)
+        conditioning = self._text_encoder.encode(text, progress=report)
+        return conditioning if self._mesh.rank == 0 else None
 
     @torch.inference_mode()
     def sample(self, request: Sample, *, progress: ReportProgress) -> torch.Tensor:
@@ -250,10 +253,9 @@ class Pipeline:
         return folder, tokenizer
 
     def _load_text_encoder(self, folder: Path, tokenizer: Path) -> TextEncoder:
-        device = self._mesh.device
-        return TextEncoder.load(
-            folder, tokenizer, length=self._family.text_length, dtype=AUTO_DTYPE[device.type], device=device
-        )
+        device, group = self._mesh.device, self._mesh.group("tensor")
+        dtype, length = AUTO_DTYPE[device.type], self._family.text_length
+        return TextEncoder.load(folder, tokenizer, length=length, dtype=dtype, device=device, group=group)
 
     def _vae(self, progress: ReportProgress) -> Autoencoder:
         """The VAE, read when it is first asked for. Raises `Refused` when there is none."""

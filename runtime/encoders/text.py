@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
 from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -17,6 +18,8 @@ from ..errors import Refused
 from ..inspection import read_json
 from ..progress import ReportProgress
 from ..protocol import Conditioning
+from .reporting import reporting
+from .text_split import load_split
 
 STAGE = "encoding text"
 MOST_TOKENS = 4096
@@ -24,17 +27,30 @@ MOST_TOKENS = 4096
 
 
 class TextEncoder:
-    """A text encoder that stays in host memory and visits `device` for each prompt."""
+    """A text encoder that stays in host memory and visits `device` for each prompt.
+
+    It is whole on one rank, or cut over the ranks of a group, which then make the same calls with the same values.
+    """
 
     def __init__(self, tokenizer: AutoTokenizer, model: UMT5EncoderModel, *, length: int, device: torch.device) -> None:
         self._tokenizer, self._model, self._device, self._length = tokenizer, model, device, length
 
     @classmethod
     def load(
-        cls, folder: Path, tokenizer: Path, *, length: int, dtype: torch.dtype, device: torch.device
+        cls,
+        folder: Path,
+        tokenizer: Path,
+        *,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
     ) -> TextEncoder:
-        """From the folders of the encoder and its tokenizer. Raises `Refused` when they do not hold what they should."""
-        model = _model(folder, dtype=dtype)
+        """From the folders of the encoder and its tokenizer; cut over the ranks of a group, where one is given.
+
+        Raises `Refused` when they do not hold what they should.
+        """
+        model = _model(folder, dtype=dtype, group=group)
         words, length = _tokenizer(tokenizer, length=length)
         if len(words) > model.config.vocab_size:
             raise Refused(
@@ -57,7 +73,9 @@ class TextEncoder:
             tokens, padding="max_length", max_length=max(self._length, count), return_tensors="pt"
         )
         ids, mask = tokens.input_ids.to(self._device), tokens.attention_mask.to(self._device)
-        with self._on_device(), _reporting(self._model.encoder.block, progress):
+        blocks = self._model.encoder.block
+        progress(STAGE, 0, len(blocks))
+        with self._on_device(), reporting(blocks, partial(progress, STAGE)):
             hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
         return Conditioning(embedding=(hidden.float() * mask.unsqueeze(-1)).cpu())
 
@@ -68,22 +86,6 @@ class TextEncoder:
             yield
         finally:
             self._model.to("cpu")
-
-
-@contextmanager
-def _reporting(blocks: Sequence[nn.Module], progress: ReportProgress) -> Iterator[None]:
-    """Report after each block; the job may be cancelled there."""
-    steps = iter(range(1, len(blocks) + 1))
-    hooks = [
-        block.register_forward_hook(lambda *_: progress(STAGE, next(steps), len(blocks), together=False))
-        for block in blocks
-    ]
-    progress(STAGE, 0, len(blocks), together=False)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _tokenizer(folder: Path, *, length: int) -> tuple[AutoTokenizer, int]:
@@ -97,10 +99,12 @@ def _tokenizer(folder: Path, *, length: int) -> tuple[AutoTokenizer, int]:
     return tokenizer, length
 
 
-def _model(folder: Path, *, dtype: torch.dtype) -> UMT5EncoderModel:
+def _model(folder: Path, *, dtype: torch.dtype, group: dist.ProcessGroup | None) -> UMT5EncoderModel:
     wanted, kinds = UMT5EncoderModel.__name__, read_json(folder / "config.json").get("architectures")
     if not isinstance(kinds, list) or wanted not in kinds:
         raise Refused(f"{folder} holds {kinds or 'nothing'}, but the text encoder must be a {wanted}")
+    if group is not None:
+        return load_split(folder, build=_without_weights, dtype=dtype, group=group)
     disable_progress_bar()
     return load_folder(UMT5EncoderModel, folder, build=_without_weights, dtype=dtype)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from ..errors import Refused
 from ..families.spec import LatentFormat
 from ..progress import ReportProgress
+from .reporting import reporting
 from .rows import Rows, split_rows
 
 DECODING, ENCODING = "decoding", "encoding"
@@ -49,7 +50,7 @@ class Autoencoder:
         self._rows.share(latent.shape[-2])
         frames = latent.shape[2] if self._is_video else 1
         blocks, runs = self._model.decoder.up_blocks, len(latent) * frames
-        with _reporting(DECODING, blocks, runs=runs, progress=progress):
+        with reporting(blocks, partial(progress, DECODING), runs=runs):
             items = [self._decode_one(item) for item in latent.float().split(1)]
         return None if items[0] is None else torch.cat(items)
 
@@ -66,7 +67,7 @@ class Autoencoder:
         items = pixels.movedim(-1, 1)
         items = [items.transpose(0, 1).unsqueeze(0)] if self._is_video else items.split(1)
         runs = 1 + (len(pixels) - 1) // self._form.temporal if self._is_video else len(pixels)
-        with _reporting(ENCODING, self._model.encoder.down_blocks, runs=runs, progress=progress):
+        with reporting(self._model.encoder.down_blocks, partial(progress, ENCODING), runs=runs):
             latents = [self._encode_one(item) for item in items]
         return None if latents[0] is None else torch.cat(latents)
 
@@ -108,15 +109,3 @@ class Autoencoder:
             rest = shape[dim] % unit
             pixels = pixels.narrow(dim, rest // 2, shape[dim] - rest)
         return pixels[..., :COLOURS]
-
-
-@contextmanager
-def _reporting(stage: str, blocks: Sequence[nn.Module], *, runs: int, progress: ReportProgress) -> Iterator[None]:
-    """Report after each block, on every rank; the job may be cancelled there."""
-    total, steps = runs * len(blocks), iter(range(1, runs * len(blocks) + 1))
-    hooks = [block.register_forward_hook(lambda *_: progress(stage, next(steps), total)) for block in blocks]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
