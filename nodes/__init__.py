@@ -13,6 +13,7 @@ from .model import OutriggerLoadModel
 from .parallel import OutriggerParallelism
 from .sampler import OutriggerSampler
 from .sampler_advanced import OutriggerSamplerAdvanced
+from .verify import OutriggerVerify
 
 NODES: tuple[type[io.ComfyNode], ...] = (
     OutriggerLoadModel,
@@ -24,6 +25,7 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     OutriggerSamplerAdvanced,
     OutriggerDecode,
     OutriggerEncode,
+    OutriggerVerify,
 )
 
 

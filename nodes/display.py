@@ -45,7 +45,7 @@ class NodeDisplay:
 
     def finished(self, seconds: float) -> None:
         """Show that the job is done, and again what the user should know."""
-        self.text("\n".join([*self._notices, f"{self.stage} took {seconds:.2f} s"]))
+        self.text("\n".join([*dict.fromkeys(self._notices), f"{self.stage} took {seconds:.2f} s"]))
 
     def text(self, line: str) -> None:
         """Show a line of text on the node."""

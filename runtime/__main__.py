@@ -11,6 +11,9 @@ from .commands import COMMANDS
 from .commands.parser import parser_of
 from .errors import SidecarError
 
+INTERRUPTED = 130
+"""What a shell gives for Ctrl-C."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
@@ -18,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         return chosen.run(chosen)
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except (ValueError, SidecarError) as error:
         print(f"error: {error}", file=sys.stderr)
         if getattr(chosen, "json", False):

@@ -103,6 +103,8 @@ class Executor:
             return self._end(_failed(job, str(error), user_error=True))
         if self._ranks is None or with_fields(plan, reason="") != with_fields(self._ranks.plan, reason=""):
             self._start(plan)
+        if plan.reason:
+            self._tell(Notice(job=job.name, text=plan.reason))
         self._send_when_ready()
 
     def cancel(self, name: str) -> None:
@@ -161,7 +163,8 @@ class Executor:
     def report(self) -> Report:
         """What there is, and what it does."""
         ranks = tuple(rank.report() for rank in self._ranks.all) if self._ranks else ()
-        return Report(pid=os.getpid(), ranks=ranks, model=self._model, busy=self.job.name if self.job else "")
+        plan, busy = self._ranks.plan.reason if self._ranks else "", self.job.name if self.job else ""
+        return Report(pid=os.getpid(), ranks=ranks, plan=plan, model=self._model, busy=busy)
 
     def stop(self) -> None:
         """Stop all ranks."""
@@ -183,8 +186,6 @@ class Executor:
             command=self._command,
             bell=self._bell,
         )
-        if self.job and plan.reason:
-            self._tell(Notice(job=self.job.name, text=plan.reason))
 
     def _joined(self, rank: Rank, event: Ready) -> None:
         if event.token != self._token:

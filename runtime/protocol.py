@@ -240,11 +240,12 @@ class RankReport(Message):
 
 
 class Report(Message):
-    """Answer to `Status`."""
+    """Answer to `Status`. `plan` says what was chosen for the ranks, and why."""
 
     kind: Literal["report"] = "report"
     pid: int
     ranks: tuple[RankReport, ...] = ()
+    plan: str = ""
     model: str = ""
     busy: str = ""
 

@@ -101,6 +101,13 @@ class ParallelSettings(Settings):
         return tuple(axis for axis in AXES if not getattr(self, axis))
 
     @property
+    def one_rank(self) -> ParallelSettings:
+        """The first of these devices alone."""
+        kind, _, listed = self.devices.partition(":")
+        first = {"auto": "auto", "cpu": "cpu:1"}.get(kind, f"cuda:{listed.partition(',')[0]}")
+        return ParallelSettings(devices=first, **dict.fromkeys(AXES, 1))
+
+    @property
     def product(self) -> int:
         """Product of the degrees that are set."""
         return math.prod(self.set_degrees.values())

@@ -29,6 +29,7 @@ PARTS = (
     "sampler",
     "sampler_advanced",
     "session",
+    "verify",
 )
 RUNTIME = ("errors", "protocol", "settings")
 
@@ -99,7 +100,7 @@ def fake_modules(fake: FakeComfyUI) -> dict[str, ModuleType]:
             io=SimpleNamespace(
                 ComfyNode=type("ComfyNode", (), {"hidden": SimpleNamespace(unique_id="7")}),
                 Custom=lambda name: socket,
-                NodeOutput=lambda *values: values,
+                NodeOutput=lambda *values, ui=None: values,
                 Schema=SimpleNamespace,
                 Input=object,
             ),

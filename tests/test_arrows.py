@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-CONTROL = ("errors", "settings", "message", "protocol", "folders", "pool", "channel")
+CONTROL = ("errors", "comparison", "settings", "message", "protocol", "folders", "pool", "channel")
 """Lowest first: each may import those before it. Over them stand, beside each other, the client and the server's side."""
 COMPUTE = (
     "mesh",

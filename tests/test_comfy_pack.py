@@ -30,6 +30,7 @@ NODE_INPUTS = {
     "start_at_step end_at_step return_with_leftover_noise sigmas noise shift",
     "OutriggerDecode": "model* samples*",
     "OutriggerEncode": "model* pixels*",
+    "OutriggerVerify": "model* positive* latent_image* negative",
 }
 """Inputs of each node in ComfyUI's order (required ones first); the ones marked * are required. Append only."""
 
@@ -43,6 +44,7 @@ OUTPUTS = {
     "OutriggerSamplerAdvanced": ["LATENT"],
     "OutriggerDecode": ["IMAGE"],
     "OutriggerEncode": ["LATENT"],
+    "OutriggerVerify": ["STRING"],
 }
 NEWER_SAMPLERS = {"exp_heun_2_x0", "exp_heun_2_x0_sde"}
 """Not yet in the oldest ComfyUI that the pack runs in."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 import time
 from pathlib import Path
@@ -22,6 +23,8 @@ from tests.lora_files import Draw, kohya
 
 pytestmark = pytest.mark.comfy
 
+OPEN = {"devices": "auto", "ulysses": 0, "ring": 0, "tensor": 0, "cfg": 0, "data": 0}
+VERIFY = "20"
 WIDTH = 256
 """Of tiny-shapes."""
 ONE_STEP_MORE = 0.5
@@ -73,6 +76,31 @@ def test_second_prompt_finds_the_model_loaded(comfyui: ComfyUI):
     run = comfyui.run(picture(SAMPLER={"seed": 12}, POSITIVE={"text": "a green cross on a gray background"}))
     assert run.end.kind == "execution_success"
     assert loads(run) == []
+
+
+def test_other_devices_or_degrees_make_a_new_plan_and_the_node_says_which_and_why(comfyui: ComfyUI):
+    plans = (
+        ({}, "No GPU: one process with all cores is as fast"),
+        ({"devices": "cpu:2"}, "2 ranks on the CPU: cfg 2"),
+        ({"devices": "cpu:2", "cfg": 1, "ulysses": 2}, "2 ranks on the CPU: ulysses 2 (2 heads)"),
+    )
+    for seed, (plan, says) in enumerate(plans, start=61):
+        for repeat in range(2):
+            run = comfyui.run(picture(PLAN=OPEN | plan, SAMPLER={"seed": 2 * seed + repeat, "steps": 1}))
+            *why, took = run.texts(SAMPLER)[-1].splitlines()
+            assert "took" in took and says in why[0]
+        assert len(comfyui.ranks()) == (2 if plan else 1)
+
+
+def test_verify_shows_that_the_plan_is_as_good_as_one_rank(comfyui: ComfyUI):
+    prompt = picture(PLAN=OPEN | {"devices": "cpu:2", "ring": 2})
+    inputs = {name: prompt[SAMPLER]["inputs"][name] for name in ("model", "positive", "latent_image")}
+    run = comfyui.run({**prompt, VERIFY: {"class_type": "OutriggerVerify", "inputs": inputs}})
+    (text,) = run.outputs()[VERIFY]["text"]
+    assert text == run.texts(VERIFY)[-1]
+    assert text.startswith("the same: relative error ") and "ring 2 (2 heads)" in text
+    assert 0 < float(re.search("relative error ([^ ]+)", text)[1]) < 1e-5
+    assert len(comfyui.ranks()) == 2
 
 
 def test_short_prompt_with_nothing_but_what_is_required_is_enough(comfyui: ComfyUI):

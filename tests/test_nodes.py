@@ -29,6 +29,7 @@ NODE_IDS = (
     "OutriggerSamplerAdvanced",
     "OutriggerDecode",
     "OutriggerEncode",
+    "OutriggerVerify",
 )
 
 
@@ -542,6 +543,14 @@ def test_what_the_user_should_know_stays_on_the_node(pack, sidecar):
     assert pack.fake.texts[-1] == ("7", "3 targets applied\nsampling took 0.50 s")
 
 
+def test_what_was_chosen_and_why_stays_on_the_node(pack, sidecar):
+    why = "2 GPUs: cfg 2"
+    notice = lambda r: pack.runtime_protocol.Notice(job=r.job, text=why)  # noqa: E731
+    sidecar(notice, progress(pack, "loading", 1, 4), notice, sampled(pack))
+    sample(pack)
+    assert pack.fake.texts[-1] == ("7", f"{why}\nsampling took 0.50 s")
+
+
 def test_cancel_that_the_bar_notices_first_stops_the_job_in_order(pack, sidecar):
     def cancelled_before_it_is_shown(request):
         pack.fake.interrupted = True  # the bar raises on it, and takes it back
@@ -613,6 +622,7 @@ def test_what_is_not_our_model_is_refused_by_every_node(pack, sidecar, value, he
         lambda: sample(pack, model=value),
         lambda: sample(pack, model=value, negative=None),
         lambda: sample_advanced(pack, model=value),
+        lambda: pack.verify.OutriggerVerify.execute(model=value, positive=entry(), latent_image={}),
         lambda: pack.session.encode_text(value, "red", None),
         lambda: pack.session.decode(value, torch.zeros(1, 16, 4, 4), None),
         lambda: pack.session.encode(value, torch.zeros(1, 8, 8, 3), None),
@@ -640,6 +650,39 @@ def test_a_prompt_that_cannot_be_sent_is_refused_and_appears_nowhere(pack, sidec
     shown = caplog.text + "".join(traceback.format_exception(refusal.value))
     assert "secret" not in shown.replace(__file__, "").replace(says, "")
     assert started == []
+
+
+class Planned:
+    """Samples a given latent for each plan; one rank is on the first device alone."""
+
+    def __init__(self, pack, latents) -> None:
+        self.pack, self.latents, self.alive, self.devices = pack, latents, True, []
+
+    def call(self, request, *, interrupted):
+        self.devices.append(request.model.parallel.devices)
+        latent = self.latents[request.model.parallel.devices]
+        yield self.pack.runtime_protocol.Sampled(job=request.job, latent=latent, seconds=0.1)
+
+    def status(self):
+        ranks = (self.pack.runtime_protocol.RankReport(rank=0, pid=1, device="cpu"),)
+        return self.pack.runtime_protocol.Report(pid=1, ranks=ranks, plan="2 ranks")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"), [(1e-7, "the same: relative error"), (1e-3, "NOT the same: relative error 0.001")]
+)
+def test_verify_compares_the_plan_with_one_rank_and_says_so_on_the_node(pack, monkeypatch, error, says):
+    one = torch.ones(1, 16, 1, 4, 4)
+    one[0, 0] = -1
+    sidecar = Planned(pack, {"cpu:1": one, "cpu:2": one * (1 + error)})
+    monkeypatch.setattr(pack.session.Sidecar, "start", lambda log: sidecar)
+    (parallel,) = pack.parallel.OutriggerParallelism.execute(devices="cpu:2", ring=2)
+    (model,) = pack.model.OutriggerLoadModel.execute(model="tiny-shapes", parallel=parallel)
+    latent = {"samples": torch.zeros_like(one)}
+    (text,) = pack.verify.OutriggerVerify.execute(model=model, positive=entry(), negative=entry(), latent_image=latent)
+    assert sidecar.devices == ["cpu:1", "cpu:2"]
+    assert text.startswith(says) and text.endswith("\n2 ranks")
+    assert pack.fake.texts[-1] == ("7", text)
 
 
 class Noise:

@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import bench, plan, serve
+from . import bench, generate, plan, serve, verify
 
-COMMANDS: dict[str, ModuleType] = {"serve": serve, "plan": plan, "bench": bench}
+COMMANDS: dict[str, ModuleType] = {"serve": serve, "generate": generate, "plan": plan, "verify": verify, "bench": bench}

@@ -1,0 +1,76 @@
+"""Prompt to picture or video, without ComfyUI."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..inspection import inspect_model
+from ..settings import FROM_MODEL
+from .flags import add_model_flags, add_output_flags, model_settings
+from .models import TEXT_ENCODER_FOLDERS, VAE_FOLDERS, find_part
+from .planning import plan_for
+from .sampler import add_sampling_flags, sample_settings, size_of
+from .sidecar import own_sidecar
+
+STEPS = 20
+PARTS = {"text_encoder": TEXT_ENCODER_FOLDERS, "text_encoder_2": TEXT_ENCODER_FOLDERS, "vae": VAE_FOLDERS}
+
+log = logging.getLogger("outrigger")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to draw, with what, and where to put it."""
+    add_model_flags(parser)
+    for part in PARTS:
+        parser.add_argument(
+            f"--{part.replace('_', '-')}", default=FROM_MODEL, help="path or name; else the model's own"
+        )
+    parser.add_argument("--prompt", required=True, help="what to draw; it is never logged")
+    parser.add_argument("--negative", default="", help="what not to draw")
+    parser.add_argument("--out", required=True, metavar="FILE", help="F.png for a picture, F.mp4 for a video")
+    add_sampling_flags(parser, steps=STEPS)
+    add_output_flags(parser)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Draw it, and say where it is and what took how long."""
+    parts = {part: find_part(getattr(chosen, part), folders) for part, folders in PARTS.items()}
+    model, settings, size = model_settings(chosen, **parts), sample_settings(chosen), size_of(chosen)
+    plan, out = plan_for(model), Path(chosen.out)
+    from .inputs import empty_latent  # torch: not before it is needed
+    from .pictures import check_path, write
+
+    check_path(out, frames=size["frames"])
+    latent = empty_latent(inspect_model(model.model).spec.latent, **size)
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "total"), own_sidecar() as asker:
+        with _timed(seconds, "load"):
+            positive = asker.encode(model, chosen.prompt)
+        seconds["load"] -= positive.seconds
+        negative = asker.encode(model, chosen.negative) if settings.needs_negative else None
+        entries = {"positive": (positive.conditioning,), "negative": (negative.conditioning,) if negative else ()}
+        sampled = asker.sample(model, settings=settings, latent=latent, **entries)
+        decoded = asker.decode(model, sampled.latent)
+        with _timed(seconds, "write"):
+            write(decoded.images, out)
+    seconds |= {
+        "encode": positive.seconds + (negative.seconds if negative else 0.0),
+        "sample": sampled.seconds,
+        "decode": decoded.seconds,
+    }
+    answer = {"path": str(out.absolute()), "seconds": seconds, "seed": settings.seed, "plan": plan.degrees}
+    print(json.dumps(answer) if chosen.json else f"{answer['path']}: sampled in {sampled.seconds:.2f} s, {plan.reason}")
+    return 0
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[stage] = time.perf_counter() - started

@@ -1,0 +1,50 @@
+"""Run one request on one rank and on the plan, and compare the latents; exit status 1 where they differ."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+from ..comparison import Comparison, tolerance_for
+from ..inspection import inspect_model
+from .flags import add_model_flags, add_output_flags, model_settings
+from .planning import plan_for
+from .sampler import add_sampling_flags, sample_settings, size_of
+from .sidecar import own_sidecar
+
+STEPS = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, how it is spread, and what is sampled."""
+    add_model_flags(parser)
+    add_sampling_flags(parser, steps=STEPS)
+    add_output_flags(parser)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Print how far the plan is from one rank."""
+    model, settings = model_settings(chosen), sample_settings(chosen)
+    one_rank = model.model_copy(update={"parallel": model.parallel.one_rank})
+    plan, _ = plan_for(model), plan_for(one_rank)  # both are refused before anything is started
+    facts = inspect_model(model.model)
+    request = {"settings": settings, **_inputs(facts, size_of(chosen), batch=plan.data)}
+    with own_sidecar() as asker:
+        reference, result = (asker.sample(each, **request).latent for each in (one_rank, model))
+    comparison = Comparison.of(result, reference, tolerance=tolerance_for(model.dtype, plan.devices[0]))
+    measured = {name: value if math.isfinite(value) else None for name, value in asdict(comparison).items()}
+    figures = {"ok": comparison.ok, "family": facts.family, "plan": plan.degrees, **measured}
+    print(json.dumps(figures) if chosen.json else f"{plan.reason}\n{comparison}")
+    return 0 if comparison.ok else 1
+
+
+def _inputs(facts: Any, size: dict[str, int], *, batch: int) -> dict[str, Any]:
+    """An empty latent, and prompts that are drawn, so that a model without a text encoder can be verified as well."""
+    from .inputs import drawn_conditioning, empty_latent  # torch: not before it is needed
+
+    positive, negative = drawn_conditioning(facts)
+    latent = empty_latent(facts.spec.latent, **size, batch=batch)
+    return {"positive": (positive,), "negative": (negative,), "latent": latent}
