@@ -114,10 +114,15 @@ class ParallelSettings(Settings):
 
 
 class LoraSettings(Settings):
-    """A LoRA file by absolute path, and how strongly it counts; negative takes away, 0 is off. `stamp` as for a model."""
+    """A LoRA file by absolute path, and how strongly it counts; negative takes away, 0 is off.
+
+    `fuse` folds it into the weights that are plain, which makes the steps faster and its changes slower. `stamp` as for a
+    model.
+    """
 
     path: str = Field(min_length=1)
     strength: float = Field(default=1.0, ge=-MAX_STRENGTH, le=MAX_STRENGTH, allow_inf_nan=False)
+    fuse: bool = False
     stamp: str = Field(default="", max_length=256)
 
 

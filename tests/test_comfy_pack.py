@@ -21,7 +21,7 @@ pytestmark = pytest.mark.comfy
 
 NODE_INPUTS = {
     "OutriggerLoadModel": "model* dtype quant text_encoder text_encoder_2 vae parallel memory speed",
-    "OutriggerLora": "model* lora_name* strength_model",
+    "OutriggerLora": "model* lora_name* strength_model fuse",
     "OutriggerParallelism": "devices ulysses ring tensor cfg data",
     "OutriggerMemory": "offload resident_blocks prefetch",
     "OutriggerTextEncode": "model* text*",

@@ -176,6 +176,27 @@ def test_low_rank_changes_touch_no_weight(loras):
     assert pairs_of(pipeline) == 2 * len(LAYERS) + len(NAMED)
 
 
+@pytest.mark.parametrize("degrees", [{}, {"tensor": 2}], ids=str)
+def test_fused_it_is_the_same_without_a_pair_and_comes_off_again(degrees, loras):
+    chosen = [loras["kohya"], loras["lokr"], loras["peft"]]
+    fused = [lora.model_copy(update={"fuse": True}) for lora in chosen]
+
+    def run(mesh: Mesh) -> None:
+        pipeline = load(mesh)
+        plain = latent(pipeline)
+        pipeline.use_loras(chosen)
+        expected = latent(pipeline)
+        assert pairs_of(pipeline) > len(LAYERS)
+        pipeline.use_loras(fused)
+        assert pairs_of(pipeline) == 0
+        assert relative_error(latent(pipeline), expected) < LIMIT
+        pipeline.use_loras(fused[:1])
+        pipeline.use_loras([])
+        assert torch.equal(latent(pipeline), plain)
+
+    run_as_threads(degrees, run) if degrees else run(Mesh.single())
+
+
 def test_strength_0_is_off_and_reads_nothing(tmp_path):
     pipeline = load()
     assert pipeline.use_loras([LoraSettings(path=str(tmp_path / "gone.safetensors"), strength=0.0)]) == ()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from runtime.checkpoint import build_transformer
+from runtime.families import FAMILIES
 from runtime.families.wan import WAN
 from runtime.inspection import inspect_model
 from runtime.lora.formats import split_key, summary
@@ -38,6 +39,22 @@ SHAPES, FLUX_SHAPES = (build_transformer(inspect_model(f"random:{family}"))[1] f
 def test_every_way_to_write_a_layer_is_the_same_layer(name):
     [target] = LayerNames(WAN, SHAPES).find(name)
     assert target.name == "blocks.1.attn1.to_q.weight"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_linear_of_every_family_is_found_by_diffusers_names(family):
+    names = LayerNames(FAMILIES[family], build_transformer(inspect_model(f"random:{family}"))[1])
+    layers = [
+        name.removesuffix(".weight")
+        for name, shape in names.shapes.items()
+        if name.endswith(".weight") and len(shape) == 2
+    ]
+    assert len(layers) > 20
+    for layer in layers:
+        for prefix in ("", "transformer.", "base_model.model.", "diffusion_model."):
+            assert [target.name for target in names.find(prefix + layer)] == [f"{layer}.weight"]
+        for prefix in ("lora_unet_", "lycoris_", "lora_transformer_"):
+            assert [target.name for target in names.find(prefix + layer.replace(".", "_"))] == [f"{layer}.weight"]
 
 
 def test_every_layer_is_found_by_its_flat_original_name():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import pytest
@@ -130,13 +131,16 @@ def setup(tmp_path_factory) -> Setup:
     return Setup(checkpoint, pipeline, files)
 
 
-def sampled(setup: Setup, loras: list[tuple[str, float]]) -> torch.Tensor:
-    """Our latent with LoRAs of these layouts and strengths."""
+def sampled(setup: Setup, loras: list[tuple[str, float]], **widgets: Any) -> torch.Tensor:
+    """Our latent with LoRAs of these layouts and strengths, and other widgets than `SAMPLE`."""
     setup.pipeline.use_loras([LoraSettings(path=str(setup.files[name]), strength=strength) for name, strength in loras])
+    widgets = SAMPLE | widgets
     request = Sample(
         job="lora",
         model=ModelSettings(model=str(setup.checkpoint), dtype="fp32"),
-        settings=SampleSettings(**{name: SAMPLE[name] for name in SampleSettings.model_fields if name in SAMPLE}),
+        settings=SampleSettings(
+            **{name: value for name, value in widgets.items() if name in SampleSettings.model_fields}
+        ),
         positive=(Conditioning(embedding=INPUTS["positive"]),),
         negative=(Conditioning(embedding=INPUTS["negative"]),),
         latent=INPUTS["latent"].clone(),
@@ -154,16 +158,31 @@ STACKS = [
 ]
 
 
+FAST = [("extracted", 1.0)]
+FEW_STEPS = [
+    {"steps": 4, "cfg": 1.0, "shift": shift, "scheduler": name} for shift, name in ((5.0, "simple"), (8.0, "beta"))
+]
+"""How distilled LoRAs (lightx2v, Lightning) are run, and in their layout."""
+
+
 @pytest.fixture(scope="module")
 def both(setup, tmp_path_factory):
     """Our latent and ComfyUI's for each case, from one run of ComfyUI."""
-    cases = [[case] for case in product(setup.files, STRENGTHS)] + STACKS + [[]]
+    stacks = [[case] for case in product(setup.files, STRENGTHS)] + STACKS + [[]]
+    cases = [(stack, {}) for stack in stacks] + [(FAST, widgets) for widgets in FEW_STEPS]
     samples = [
-        SAMPLE | {"model": str(setup.checkpoint), "loras": [(str(setup.files[name]), s) for name, s in case]}
-        for case in cases
+        SAMPLE | widgets | {"model": str(setup.checkpoint), "loras": [(str(setup.files[name]), s) for name, s in stack]}
+        for stack, widgets in cases
     ]
     stock = ask_comfyui(tmp_path_factory.mktemp("stock"), inputs=INPUTS, samples=samples)
-    return {str(case): (sampled(setup, case), stock[f"samples.{number}"]) for number, case in enumerate(cases)}
+    return {
+        key(stack, widgets): (sampled(setup, stack, **widgets), stock[f"samples.{number}"])
+        for number, (stack, widgets) in enumerate(cases)
+    }
+
+
+def key(stack: list[tuple[str, float]], widgets: dict[str, Any]) -> str:
+    return f"{stack} {widgets or ''}".rstrip()
 
 
 def test_every_layout_at_every_strength_gives_comfyuis_latent(setup, both, capsys):
@@ -185,6 +204,14 @@ def test_stacked_loras_give_comfyuis_latent(stack, both, capsys):
     error = relative_error(*both[str(stack)])
     with capsys.disabled():
         print(f"\n  {stack}: {error:.1e}", end="")
+    assert error < LIMIT
+
+
+@pytest.mark.parametrize("widgets", FEW_STEPS, ids=str)
+def test_distilled_loras_give_comfyuis_latent_in_their_few_steps(widgets, both, capsys):
+    error = relative_error(*both[key(FAST, widgets)])
+    with capsys.disabled():
+        print(f"\n  {widgets}: {error:.1e}", end="")
     assert error < LIMIT
 
 

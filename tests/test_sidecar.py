@@ -13,7 +13,7 @@ import torch
 
 from runtime.folders import SHARED_MEMORY
 from runtime.protocol import Decode, Decoded, Encoded, EncodeText, Notice, Progress, Sampled
-from runtime.settings import ModelSettings
+from runtime.settings import LoraSettings, ModelSettings
 from tests.sidecars import (
     FAKE_SERVER,
     fake_sidecar,
@@ -65,6 +65,19 @@ def test_a_warm_job_keeps_ranks_and_weights(sidecar, lines):
     events = run(sidecar, sample(ranks=2))
     assert not steps_of(events, "loading") and not steps_of(events, "starting ranks")
     assert rank_pids(sidecar) == before and sum("loaded" in line for line in lines) == loads
+
+
+def test_other_loras_load_nothing_and_are_told_of_once_by_the_first_rank(sidecar, lines):
+    request = sample("fake-loras", ranks=2)
+    run(sidecar, request)
+    lines.clear()
+    for strength in (1.0, -0.5):
+        lora = LoraSettings(path="/loras/style.safetensors", strength=strength)
+        model = request.model.model_copy(update={"loras": (lora,)})
+        events = run(sidecar, request.model_copy(update={"model": model, "job": uuid.uuid4().hex}))
+        assert [each.text for each in events if isinstance(each, Notice)] == [f"/loras/style.safetensors at {strength}"]
+        assert isinstance(events[-1], Sampled)
+    assert not [line for line in lines if "loaded" in line]
 
 
 def test_another_model_is_loaded_by_the_same_ranks(sidecar):

@@ -19,15 +19,16 @@ from ..linear import LocalPart, Pair, ParallelLinear, local_part, parallel_linea
 from ..parallel.tensor import add_up
 from ..settings import LoraSettings
 from .changes import Change, Place
-from .held import HeldLoras
+from .held import HeldLoras, is_plain
 from .names import WEIGHT, LayerNames
 
 
 class Use(NamedTuple):
-    """What a file does to a tensor, at a strength."""
+    """What a file does to a tensor, at a strength; in the weight itself, or beside it."""
 
     part: Pair | Change
     strength: float
+    folded: bool
 
 
 class Loras:
@@ -53,22 +54,25 @@ class Loras:
         uses: dict[str, list[Use]] = {}
         for lora, file in zip(loras, held, strict=True):
             for name, part in file.parts.items():
-                uses.setdefault(name, []).append(Use(part, lora.strength))
+                uses.setdefault(name, []).append(Use(part, lora.strength, self._is_folded(name, part, lora.fuse)))
         for name in sorted({*self._uses, *uses}):
             self._put_on(name, uses.get(name, []))
         return tuple(file.report for file in held)
 
+    def _is_folded(self, name: str, part: Pair | Change, fuse: bool) -> bool:
+        return isinstance(part, Change) or (fuse and is_plain(self._model.get_submodule(name.removesuffix(WEIGHT))))
+
     def _put_on(self, name: str, uses: list[Use]) -> None:
-        """Make these, in their order, all that is done to a tensor: what comes after the last full matrix as pairs."""
+        """Make these, in their order, all that is done to a tensor: what comes after the last that is folded, as pairs."""
         before = self._uses.get(name, [])
         if _are_the_same(uses, before):
             return
-        folded = max((place for place, use in enumerate(uses, start=1) if isinstance(use.part, Change)), default=0)
+        folded = max((place for place, use in enumerate(uses, start=1) if use.folded), default=0)
         if folded or name in self._originals:
             self._fold(name, uses[:folded])
         if any(isinstance(use.part, Pair) for use in (*uses, *before)):
             linear = parallel_linear(self._model, name.removesuffix(WEIGHT))
-            linear.pairs = tuple(part._replace(scale=part.scale * strength) for part, strength in uses[folded:])
+            linear.pairs = tuple(part._replace(scale=part.scale * strength) for part, strength, _ in uses[folded:])
         if uses:
             self._uses[name] = uses
         else:
@@ -82,7 +86,7 @@ class Loras:
         original = self._originals.setdefault(name, getattr(part.module, part.leaf).data.cpu())
         weight = original.to(self._device)
         place = Place(part.cut, self._shapes[name], partial(_sum_over, part))
-        for change, strength in uses:
+        for change, strength, _ in uses:
             if isinstance(change, Pair):
                 weight = weight.float() + strength * change.scale * (change.up.float() @ change.down.float())
             else:
@@ -95,7 +99,7 @@ class Loras:
 def _are_the_same(some: Sequence[Use], others: Sequence[Use]) -> bool:
     """Whether two lists do the same, number for number."""
     return len(some) == len(others) and all(
-        one.part is other.part and one.strength == other.strength for one, other in zip(some, others, strict=True)
+        one.part is other.part and one[1:] == other[1:] for one, other in zip(some, others, strict=True)
     )
 
 

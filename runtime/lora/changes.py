@@ -201,6 +201,7 @@ class Decomposed(Change):
         return len(self.magnitude) > 1
 
     def rows(self, cut: Cut) -> Decomposed:
+        """With the magnitudes of those rows. Raises `ValueError` when they are those of columns."""
         if cut == WHOLE:
             return self
         if not self.by_row:
@@ -208,6 +209,7 @@ class Decomposed(Change):
         return replace(self, inner=self.inner.rows(cut), magnitude=cut.take(self.magnitude))
 
     def apply(self, weight: torch.Tensor, strength: float, place: Place) -> torch.Tensor:
+        """Part of the way, as the strength says, to the weight of the trained lengths."""
         changed = self.inner.apply(weight, 1.0, place)
         measured = weight if self.by_row and not self.of_sum else changed
         kept, summed = (0, 1) if self.by_row else (1, 0)
