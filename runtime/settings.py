@@ -116,7 +116,7 @@ class ParallelSettings(Settings):
 class LoraSettings(Settings):
     """A LoRA file by absolute path, and how strongly it counts; negative takes away, 0 is off.
 
-    `fuse` folds it into the weights that are plain, which makes the steps faster and its changes slower. `stamp` as for a
+    `fuse` folds it into weights that are plain and stay on the device: faster steps, slower changes. `stamp` as for a
     model.
     """
 

@@ -11,7 +11,7 @@ from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.quant import CORES
-from runtime.settings import ModelSettings
+from runtime.settings import MemorySettings, ModelSettings
 from runtime.stored import PLAIN, Stored
 from tests.lora_files import Draw, added, dora, kohya, write
 from tests.ranks import Case, relative_error, run_as_threads, sample_request
@@ -60,8 +60,9 @@ def test_pairs_add_their_product_to_the_output_of_every_core_and_cut(kind, mode)
     run_as_threads({"tensor": 2}, run)
 
 
-def load(quant: str, mesh: Mesh | None = None) -> Pipeline:
-    settings = ModelSettings(model="random:wan", quant=quant)
+def load(quant: str, mesh: Mesh | None = None, *, offload: str = "none") -> Pipeline:
+    memory = MemorySettings(offload=offload, resident_blocks="0" if offload != "none" else "auto")
+    settings = ModelSettings(model="random:wan", quant=quant, memory=memory)
     return Pipeline.load(settings, mesh=mesh or Mesh.single(), progress=ignore_progress)
 
 
@@ -83,14 +84,17 @@ def test_one_rank_and_two_give_the_latent_of_full_products_beside_the_weights(qu
     expected = latent(reference, quant)
     assert relative_error(plain, expected) > 1e-2
 
-    def run(mesh: Mesh) -> torch.Tensor:
-        pipeline = load(quant, mesh)
+    def run(mesh: Mesh, offload: str) -> float:
+        pipeline = load(quant, mesh, offload=offload)
         pipeline.use_loras([lora])
-        return latent(pipeline, quant)
+        return relative_error(latent(pipeline, quant), expected)
 
-    errors = {"one rank": relative_error(run(Mesh.single()), expected)}
-    for degrees in ({"ulysses": 2}, {"tensor": 2}):
-        errors[str(degrees)] = max(relative_error(each, expected) for each in run_as_threads(degrees, run))
+    errors = {}
+    for offload in ("none", "layerwise"):
+        errors[f"one rank, offload {offload}"] = run(Mesh.single(), offload)
+        for degrees in ({"ulysses": 2}, {"tensor": 2}):
+            found = run_as_threads(degrees, lambda mesh, offload=offload: run(mesh, offload))
+            errors[f"{degrees}, offload {offload}"] = max(found)
     with capsys.disabled():
         print(f"\n  {quant}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()), end="")
     assert max(errors.values()) < (LIMIT if quant == PLAIN else FLIP_LIMIT)

@@ -19,7 +19,7 @@ from ..linear import LocalPart, Pair, ParallelLinear, local_part, parallel_linea
 from ..parallel.tensor import add_up
 from ..settings import LoraSettings
 from .changes import Change, Place
-from .held import HeldLoras, is_plain
+from .held import HeldLoras, can_fold
 from .names import WEIGHT, LayerNames
 
 
@@ -60,7 +60,7 @@ class Loras:
         return tuple(file.report for file in held)
 
     def _is_folded(self, name: str, part: Pair | Change, fuse: bool) -> bool:
-        return isinstance(part, Change) or (fuse and is_plain(self._model.get_submodule(name.removesuffix(WEIGHT))))
+        return isinstance(part, Change) or (fuse and can_fold(self._model.get_submodule(name.removesuffix(WEIGHT))))
 
     def _put_on(self, name: str, uses: list[Use]) -> None:
         """Make these, in their order, all that is done to a tensor: what comes after the last that is folded, as pairs."""

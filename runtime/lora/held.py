@@ -59,7 +59,7 @@ class HeldLoras:
         file = read_lora(path, names=self._names)
         parts = {name: self._pair(name, change) or change for name, change in file.changes.items()}
         for name, part in parts.items():
-            if name.endswith(WEIGHT) and isinstance(part, Change) and not _can_fold(self._layer(name)):
+            if name.endswith(WEIGHT) and isinstance(part, Change) and not can_fold(self._layer(name)):
                 raise Refused(
                     f"{file.path.name} changes {name} by a full matrix, which needs plain weights that stay on the device: "
                     f"choose a LoRA of lower rank, or a model without quantisation and offload"
@@ -91,6 +91,6 @@ def plain_weight(layer: nn.Module) -> torch.Tensor:
     return layer.core.weight if isinstance(layer, ParallelLinear) else layer.weight
 
 
-def _can_fold(layer: nn.Module) -> bool:
+def can_fold(layer: nn.Module) -> bool:
     """Whether its weight is there all the time as a matrix of numbers: neither packed nor streamed."""
     return is_plain(layer) and not plain_weight(layer).is_meta
