@@ -12,12 +12,20 @@ from ..runtime.protocol import ITEM_BYTES, MAX_ENTRIES, Conditioning
 from ..runtime.settings import ModelSettings
 from . import host
 
-TENSORS = {"pooled_output": "pooled", "attention_mask": "attention_mask", "mask": "mask"}
+TENSORS = {
+    "pooled_output": "pooled",
+    "attention_mask": "attention_mask",
+    "mask": "mask",
+    "concat_latent_image": "concat_latent",
+    "concat_mask": "concat_mask",
+}
 NUMBERS = ("guidance", "strength", "mask_strength", "start_percent", "end_percent")
 AREA_KEYS = ("area", "set_area_to_bounds", "clip_start_percent", "clip_end_percent", "default")
 """Keys that become other fields of a `Conditioning`; `TENSORS` and `NUMBERS` go over as they are."""
 
-HONOURED = (*TENSORS, *NUMBERS, *AREA_KEYS)
+REFERENCE_KEYS = ("reference_latents", "reference_latents_method")
+
+HONOURED = (*TENSORS, *NUMBERS, *AREA_KEYS, *REFERENCE_KEYS)
 WITHOUT_EFFECT = (
     "width", "height", "crop_w", "crop_h", "target_width", "target_height", "aesthetic_score", "prompt_type",
     "control_apply_to_uncond",
@@ -28,8 +36,6 @@ WAY_OUT = {
     "control": "remove Apply ControlNet",
     "gligen": "remove GLIGEN",
     "hooks": "remove the hook nodes",
-    "concat_latent_image": "use a text-to-video graph: image-to-video and inpainting models do not run here yet",
-    "reference_latents": "remove Reference Latent",
     "clip_vision_output": "use a text-to-video graph: image-to-video models do not run here yet",
 }
 PERCENT = "percentage"
@@ -64,6 +70,7 @@ def _entry(entry: Any, what: str) -> Conditioning:
     fields: dict[str, Any] = {"embedding": _to_send(embedding, what)}
     fields |= {field: _to_send(present[key], f"{what}: {key}") for key, field in TENSORS.items() if key in present}
     fields |= {key: _number(present[key], key, what) for key in NUMBERS if key in present}
+    fields |= _references(present, what)
     fields |= _area(present.get("area"), what) | _period(present, fields, what)
     to_bounds = _number(present.get("set_area_to_bounds", 0), "set_area_to_bounds", what)
     fields |= {"area_from_mask": "mask" in present and to_bounds != 0, "default": "default" in present}
@@ -71,6 +78,17 @@ def _entry(entry: Any, what: str) -> Conditioning:
         return in_our_words(Conditioning, **fields)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None
+
+
+def _references(present: dict[str, Any], what: str) -> dict[str, Any]:
+    """The fields of the reference latents, and of the way they are placed."""
+    latents = present.get("reference_latents", [])
+    if not isinstance(latents, (list, tuple)):
+        raise ValueError(f"{what}: connect Reference Latent again; {_held(latents)} in reference_latents")
+    return {
+        "references": tuple(_to_send(latent, f"{what}: reference_latents") for latent in latents),
+        "reference_method": str(present.get("reference_latents_method", "")),
+    }
 
 
 def _period(present: dict[str, Any], fields: dict[str, Any], what: str) -> dict[str, float]:
@@ -204,6 +222,10 @@ def to_pixels(value: Any, what: str) -> torch.Tensor:
 
 def _refuse_unhonoured(options: dict[str, Any], what: str) -> None:
     for key, value in options.items():
+        if key == "guidance" and value is None:
+            raise ValueError(
+                f"{what}: remove Flux Disable Guidance: this CONDITIONING carries 'guidance' None, no guidance"
+            )
         if key in HONOURED or key in WITHOUT_EFFECT or value is None:
             continue
         way_out = WAY_OUT.get(key, "connect the conditioning as it was before the node that adds this")

@@ -81,7 +81,9 @@ class OutriggerLoadModel(io.ComfyNode):
                 )
             ],
         )
-        return searchable(schema, "load diffusion model", "unet loader", "checkpoint", "diffusers", "wan")
+        return searchable(
+            schema, "load diffusion model", "unet loader", "checkpoint", "diffusers", "wan", "flux", "qwen"
+        )
 
     @classmethod
     def validate_inputs(cls, model: str | None = None) -> bool | str:

@@ -15,10 +15,11 @@ from torch import nn
 from .configuration import building, check_values
 from .errors import Refused
 from .inspection import ModelFacts
+from .layouts import Rows
 from .linear import LocalPart, local_part
 from .offload.layout import Held, Layout
 from .offload.weights import FileWeights
-from .parallel.shares import WHOLE
+from .parallel.shares import WHOLE, RowsOf
 from .positions import CentredPositions
 from .progress import ReportProgress
 from .stored import Stored
@@ -180,27 +181,33 @@ def _stored(
                 for name, stored in source.names.items():
                     if not wanted(name):
                         continue
+                    rows = source.rows.get(name, ())
                     shape = tuple(file.get_slice(stored).get_shape())
+                    if rows:
+                        shape = (sum(span.stop - span.start for span in rows), *shape[1:])
                     if shape != tuple(shapes[name]):
                         raise Refused(
                             f"{source.path}: {stored} has shape {shape}, but this {facts.spec.title} "
                             f"needs {tuple(shapes[name])}: download the file again"
                         )
-                    yield name, read_part(file, source.path, stored, local_part(model, name))
+                    yield name, read_part(file, source.path, stored, local_part(model, name), rows)
         except (OSError, SafetensorError) as error:
             raise Refused(f"{source.path} cannot be read: {error}") from error
 
 
-def read_part(file: safe_open, path: Path, stored: str, part: LocalPart | None) -> torch.Tensor | None:
-    """All of a tensor, left in the open file; or a part, copied through an opening of its own: the pages that it comes from,
-    and more around them, count as this process's memory for as long as a tensor is left in what they were read through.
+def read_part(file: safe_open, path: Path, stored: str, part: LocalPart | None, rows: Rows = ()) -> torch.Tensor | None:
+    """All of a tensor (or of its `rows`), left in the open file; or a part, copied through an opening of its own: the pages
+    that it comes from, and more around them, count as this process's memory for as long as a tensor is left in what they
+    were read through.
     """
     if part is None:
         return None
     if part.cut == WHOLE:
-        return file.get_tensor(stored)
+        full = file.get_tensor(stored)
+        return RowsOf(full, rows)[slice(None),] if rows else full
     with safe_open(path, framework="pt", device="cpu") as own:
-        return part.cut.take(own.get_slice(stored))
+        piece = own.get_slice(stored)
+        return part.cut.take(RowsOf(piece, rows) if rows else piece)
 
 
 def _random_parts(model: nn.Module, shapes: Shapes) -> Iterator[tuple[str, torch.Tensor | None]]:

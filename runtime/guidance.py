@@ -14,7 +14,6 @@ from .protocol import Conditioning
 from .regions import Box, box_of, weight_of
 
 Predict = Callable[[torch.Tensor, torch.Tensor, Conditioning], torch.Tensor]
-TENSORS = ("embedding", "pooled", "attention_mask")
 MOST_JOINED = 4
 """Entries that go through the model together at most: more would only take memory."""
 
@@ -48,14 +47,21 @@ class Entry:
         box, weight = box_of(conditioning.area, x.shape), None
         if box is not None or conditioning.mask is not None or conditioning.strength != 1.0:
             weight = weight_of(conditioning, box, x)
+        if box is not None and conditioning.concat_latent is not None:
+            conditioning = conditioning.model_copy(update={"concat_latent": conditioning.concat_latent[box]})
         return cls(conditioning, box, weight, start, end, conditioning.default)
 
     @property
     def shape(self) -> tuple:
         """Entries of one shape can go through the model together."""
-        named = ((name, tensor.shape) for name, tensor in _tensors(self.conditioning))
+        named = ((name, tensor.shape) for name, tensor in self.conditioning.tensors().items())
         sizes = [(part.start, part.stop) for part in self.box or ()]
-        return (self.conditioning.guidance, *named, *(stop - start for start, stop in sizes[2:]))
+        return (
+            self.conditioning.guidance,
+            self.conditioning.reference_method,
+            *named,
+            *(stop - start for start, stop in sizes[2:]),
+        )
 
     def is_used(self, sigma: torch.Tensor) -> bool:
         """Whether the entry counts at this sigma."""
@@ -148,7 +154,7 @@ def repeat_to_batch(conditioning: Conditioning, batch: int) -> Conditioning:
         times = -(-batch // tensor.shape[0])
         return tensor.repeat(times, *(1,) * (tensor.ndim - 1))[:batch] if times > 1 else tensor[:batch]
 
-    return conditioning.model_copy(update={name: repeated(tensor) for name, tensor in _tensors(conditioning)})
+    return conditioning.with_tensors({name: repeated(tensor) for name, tensor in conditioning.tensors().items()})
 
 
 @dataclass(frozen=True)
@@ -198,11 +204,5 @@ def _joined(listed: list[tuple[int, Entry]]) -> list[_Call]:
 
 
 def _concatenated(conditionings: Sequence[Conditioning]) -> Conditioning:
-    joined = {
-        name: torch.cat([getattr(each, name) for each in conditionings]) for name, _ in _tensors(conditionings[0])
-    }
-    return conditionings[0].model_copy(update=joined)
-
-
-def _tensors(conditioning: Conditioning) -> list[tuple[str, torch.Tensor]]:
-    return [(name, tensor) for name in TENSORS if (tensor := getattr(conditioning, name)) is not None]
+    listed = [conditioning.tensors() for conditioning in conditionings]
+    return conditionings[0].with_tensors({name: torch.cat([each[name] for each in listed]) for name in listed[0]})

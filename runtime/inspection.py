@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,14 +13,13 @@ from typing import Any
 from .errors import Refused
 from .families import FAMILIES
 from .families.spec import FamilySpec
+from .layouts import Layout, Rows, transformer_part
 from .safetensors_header import TensorEntry, read_header
 from .settings import TINY_SHAPES
 from .stored import PLAIN, Stored
 from .tiny_shapes import MODEL_FOLDER
 
 RANDOM = "random:"
-PREFIXES = ("model.diffusion_model.", "diffusion_model.")
-"""What ComfyUI puts before the transformer's names, in an all-in-one checkpoint or a file of its own."""
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 RECORDED = Path(__file__).resolve().parent / "families" / "tiny"
@@ -33,10 +31,13 @@ SHOWN = 300
 
 @dataclass(frozen=True)
 class Source:
-    """One file of weights: `names` leads from the model's name of a tensor to the file's."""
+    """One file of weights: `names` leads from the model's name of a tensor to the file's, and `rows` says which rows of that
+    it is, where it is not all of them.
+    """
 
     path: Path
     names: Mapping[str, str] = field(repr=False)
+    rows: Mapping[str, Rows] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -175,13 +176,15 @@ def _pipeline_folder(path: Path) -> ModelFacts:
 def _transformer_folder(path: Path) -> ModelFacts:
     config = read_json(path / "config.json")
     class_name = config.get("_class_name")
-    family = next((family for family in FAMILIES.values() if family.transformer_class == class_name), None)
-    if family is None:
+    families = [family for family in FAMILIES.values() if family.transformer_class == class_name]
+    if not families:
         supported = ", ".join(family.transformer_class for family in FAMILIES.values())
         raise Refused(f"{path} is a {class_name}, which is not available yet. Available: {supported}")
-    other = family.unsupported_config(config)
-    if other:
-        raise Refused(f"{path} is {other}, which is not available yet. Available: {family.title}")
+    family = next((family for family in families if not family.unsupported_config(config)), None)
+    if family is None:
+        titles = ", ".join(family.title for family in families)
+        other = families[0].unsupported_config(config)
+        raise Refused(f"{path} is {other}, which is not available yet. Available: {titles}")
     config = {key: tuple(v) if isinstance(v, list) else v for key, v in config.items() if not key.startswith("_")}
     for key in (family.heads, family.head_dim, family.layers):
         if type(config.get(key)) is not int or config[key] < 1:
@@ -233,58 +236,53 @@ def _file(path: Path) -> ModelFacts:
         raise Refused(f"{path}: GGUF files are not available yet, use a .safetensors file of the model")
     if path.suffix.lower() not in (".safetensors", ".sft"):
         raise Refused(f"{path} is not a .safetensors file: choose one, or a diffusers folder")
-    header = _transformer_part(read_header(path))
-    for family in FAMILIES.values():
-        names = {renamed(name, family): name for name in header}
-        if _looks_like(family, names):
-            return _file_of(family, path, header, names)
-    family_keys = "; ".join(f"{family.title}: {', '.join(family.signature[:3])}" for family in FAMILIES.values())
-    raise Refused(
+    header = transformer_part(read_header(path))
+    layouts = {family.name: Layout.of(family, header) for family in FAMILIES.values()}
+    alike = [family for family in FAMILIES.values() if _looks_like(family, layouts[family.name].shapes)]
+    found: list[ModelFacts | Refused] = [_attempt(family, path, header, layouts[family.name]) for family in alike]
+    facts = [each for each in found if isinstance(each, ModelFacts)]
+    if len(facts) == 1:
+        return facts[0]
+    if facts:
+        raise Refused(
+            f"{path} can be read as more than one architecture ({', '.join(each.spec.title for each in facts)}): it is not "
+            f"the file of one model. Choose one that is"
+        )
+    raise found[0] if found else Refused(_unknown(path, header))
+
+
+def _unknown(path: Path, header: Mapping[str, TensorEntry]) -> str:
+    keys = "; ".join(f"{family.title}: {', '.join(family.signature[:3])}" for family in FAMILIES.values())
+    return (
         f"{path} is of no architecture that is available. It has {len(header)} tensors such as "
-        f"{', '.join(sorted(header)[:3])}; looked for {family_keys}"
+        f"{', '.join(sorted(header)[:3])}; looked for {keys}"
     )
 
 
-def _transformer_part(header: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The transformer of a checkpoint, without the other models in it; the prefix stays on the names."""
-    for prefix in PREFIXES:
-        part = {name: entry for name, entry in header.items() if name.startswith(prefix)}
-        if part:
-            return part
-    return dict(header)
+def _attempt(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], layout: Layout) -> ModelFacts | Refused:
+    """The facts of a file that looks like this family, or why it is not of it."""
+    try:
+        return _file_of(family, path, header, layout)
+    except Refused as refusal:
+        return refusal
 
 
-def renamed(name: str, family: FamilySpec) -> str:
-    """A checkpoint's name of a tensor as the diffusers class has it."""
-    for prefix in PREFIXES:
-        name = name.removeprefix(prefix)
-    for pattern, replacement in family.renames:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-def _looks_like(family: FamilySpec, names: Mapping[str, str]) -> bool:
+def _looks_like(family: FamilySpec, names: Mapping[str, Any]) -> bool:
     return sum(name in names for name in family.signature) * 2 > len(family.signature)
 
 
-def _file_of(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], names: Mapping[str, str]) -> ModelFacts:
+def _file_of(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], layout: Layout) -> ModelFacts:
+    names, shapes = layout.names, layout.shapes
     for variant in family.variants:
         if variant.tensor in names:
             raise Refused(
                 f"{path} is {variant.name} (it has {names[variant.tensor]}), which is not available yet. "
                 f"Available: {family.title}"
             )
-    for name in names:
-        if any(re.fullmatch(rf"{fused.pattern}\.weight", name) for fused in family.fused):
-            raise Refused(
-                f"{path} is {family.title} with fused layers ({names[name]}), which is not available yet: use the diffusers "
-                f"folder of this model"
-            )
     missing = [name for name in family.signature if name not in names]
     if missing:
         raise Refused(f"{path} looks like {family.title}, but lacks {', '.join(missing)}: download it again")
     _refuse_formats(path, header)
-    shapes = {name: header[original].shape for name, original in names.items()}
     try:
         config = family.config_from(shapes)
     except (KeyError, IndexError, ValueError) as error:
@@ -294,7 +292,7 @@ def _file_of(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], 
         raise Refused(f"{path} is {other}, which is not available yet. Available: {family.title}")
     if config[family.heads] < 1:
         raise Refused(f"{path} is too narrow for {family.title}: {shapes[family.signature[0]]}")
-    sources = (Source(path, MappingProxyType(dict(names))),)
+    sources = (Source(path, MappingProxyType(names), MappingProxyType(layout.rows)),)
     return _facts(family, config, sources=sources, shapes=shapes)
 
 

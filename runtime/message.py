@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
@@ -11,6 +12,9 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_TENSORS = 320
 MAX_TENSOR_BYTES = 1 << 36
 MAX_DIMS = 8
+MAX_REFERENCES = 8
+READ = ("embedding", "pooled", "attention_mask", "concat_latent")
+REFERENCE = "reference "
 
 ITEM_BYTES = {
     "float32": 4, "float64": 8, "bfloat16": 2, "float16": 2,
@@ -66,7 +70,10 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 class Conditioning(Message):
     """One entry of ComfyUI's CONDITIONING: what the model reads, where it counts and when.
 
-    `embedding` is `(B, L, D)`; `pooled` is `(B, D)`; `attention_mask` is `(B, L)`.
+    `embedding` is `(B, L, D)`; `pooled` is `(B, D)`; `attention_mask` is `(B, L)`. `references` are latents in the VAE's
+    own space that the model looks at beside the prompt, and `reference_method` is where they stand, empty for the model's
+    own choice. `concat_latent` is a latent in the VAE's own space that is put beside the noisy one, channel by channel, and
+    `concat_mask`, `(B, 1, H, W)` of any resolution, is 1 where it is painted anew.
 
     `area` is a size and then an offset for each dim, in latent pixels: `(H, W, Y, X)`, or `(F, H, W, Z, Y, X)` for video;
     `area_percent` is the same in parts of the latent, and stands in the place of `area`. `mask` is `(H, W)`, `(N, H, W)`
@@ -78,6 +85,10 @@ class Conditioning(Message):
     pooled: Tensor | None = None
     attention_mask: Tensor | None = None
     guidance: Finite | None = None
+    references: tuple[Tensor, ...] = Field(default=(), max_length=MAX_REFERENCES)
+    reference_method: str = Field(default="", max_length=64)
+    concat_latent: Tensor | None = None
+    concat_mask: Tensor | None = None
     strength: Finite = 1.0
     area: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(default=None, max_length=MAX_DIMS)
     area_percent: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] | None = Field(default=None, max_length=MAX_DIMS)
@@ -87,6 +98,17 @@ class Conditioning(Message):
     start_percent: Finite | None = None
     end_percent: Finite | None = None
     default: bool = False
+
+    def tensors(self) -> dict[str, Any]:
+        """What the model reads of it for each item of a batch, by name."""
+        named = {name: tensor for name in READ if (tensor := getattr(self, name)) is not None}
+        return named | {f"{REFERENCE}{number}": tensor for number, tensor in enumerate(self.references)}
+
+    def with_tensors(self, tensors: Mapping[str, Any]) -> Conditioning:
+        """The same with other tensors, under the names that `tensors` gives."""
+        named = {name: tensor for name, tensor in tensors.items() if not name.startswith(REFERENCE)}
+        references = tuple(tensor for name, tensor in tensors.items() if name.startswith(REFERENCE))
+        return self.model_copy(update={**named, "references": references})
 
     @model_validator(mode="after")
     def _area_fits(self) -> Conditioning:

@@ -11,6 +11,7 @@ from torch import nn
 
 from .checkpoint import STAGE as LOADING
 from .checkpoint import build_transformer, fill_transformer
+from .conditions import ConditioningReader
 from .encoders.reporting import GroupProgress
 from .encoders.rows import Rows
 from .encoders.text import TextEncoder
@@ -68,8 +69,7 @@ class Pipeline:
         self._facts, self._family, self._settings, self._mesh = facts, facts.spec, settings, mesh
         self._sequence, self._loras = sequence, loras
         self._dtype = _dtype(settings, mesh)
-        self._text_width: int = transformer.config[facts.spec.text_width]
-        self._pooled_width: int = transformer.config[facts.spec.pooled_width] if facts.spec.pooled_width else 0
+        self._reader = ConditioningReader(facts.spec, transformer.config, dtype=self._dtype, device=mesh.device)
         self._positions: int | None = transformer.config[facts.spec.positions] if facts.spec.positions else None
         predict = Predictor(transformer, facts.spec, dtype=self._dtype)
         replicas = mesh.group("data")
@@ -176,7 +176,7 @@ class Pipeline:
         """What the samplers call, for latents like `x`."""
         sides = pair_areas(
             *(
-                [resolve_region(self._placed(entry), x.shape[2:]) for entry in side]
+                [resolve_region(self._reader.read(entry, x, request.noise_mask), x.shape[2:]) for entry in side]
                 for side in (request.positive, request.negative)
             )
         )
@@ -190,43 +190,6 @@ class Pipeline:
         )
         self._sequence.share(over_cfg=not denoiser.uses_group)
         return denoiser
-
-    def _placed(self, conditioning: Conditioning) -> Conditioning:
-        """The conditioning with what the family reads of it, on the device and in the dtype of the model."""
-        width = self._text_width
-        if conditioning.embedding.ndim != 3 or conditioning.embedding.shape[-1] != width:
-            raise Refused(
-                f"the conditioning has shape {tuple(conditioning.embedding.shape)}, but {self._family.title} takes "
-                f"(batch, tokens, {width}): encode the prompt with the text encoder of this model"
-            )
-        place = {"device": self._mesh.device, "dtype": self._dtype}
-        pooled = conditioning.pooled
-        if self._pooled_width and pooled is None:
-            pooled = conditioning.embedding.new_zeros(conditioning.embedding.shape[0], self._pooled_width)
-        if self._pooled_width and pooled.shape[-1] != self._pooled_width:
-            raise Refused(
-                f"the pooled prompt has {pooled.shape[-1]} numbers, but {self._family.title} takes {self._pooled_width}: "
-                f"encode the prompt with the text encoders of this model"
-            )
-        read = {
-            "embedding": conditioning.embedding.to(**place),
-            "pooled": pooled.to(**place) if self._pooled_width else None,
-            "attention_mask": self._mask(conditioning.attention_mask),
-            "guidance": conditioning.guidance if "guidance" in dict(self._family.inputs) else None,
-        }
-        return conditioning.model_copy(update=read)
-
-    def _mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Which tokens of a prompt are words, `(B, L)` bool; None where all are, or where the family reads no mask."""
-        if mask is None or "attention_mask" not in dict(self._family.inputs).values():
-            return None
-        if mask.is_floating_point() or mask.ndim != 2:
-            raise Refused(
-                f"the attention mask of a prompt is {mask.dtype} of shape {tuple(mask.shape)}, but {self._family.title} "
-                f"takes whole numbers of shape (batch, tokens): encode the prompt with CLIP Text Encode"
-            )
-        mask = mask.to(self._mesh.device, torch.bool)
-        return None if mask.all() else mask
 
     def _step_reporter(self, request: Sample, progress: ReportProgress) -> StepReporter:
         if self._mesh.rank != 0:

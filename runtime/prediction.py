@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .errors import Refused
 from .families.spec import FamilySpec
 from .protocol import Conditioning
+from .tokens import image_ids, pack, pad_to_patch, patches, unpack
 
 GUIDANCE = 3.5
 """Of a model that is told its guidance, when the conditioning does not say; ComfyUI's number."""
@@ -27,50 +27,36 @@ class Predictor:
         """`x` is `(B, C, [F,] H, W)`, `sigma` has no dims, the conditioning is of the same batch, device and dtype."""
         family = self._family
         timestep = (sigma * family.timestep_scale).to(x.device).expand(x.shape[0])
-        padded = pad_to_patch(x.to(self._dtype), family.patch)
-        inputs = {argument: _input(source, conditioning, padded, family.patch) for argument, source in family.inputs}
-        tokens = pack(padded, family.patch) if family.packed else padded
-        output = self._model(hidden_states=tokens, timestep=timestep, return_dict=False, **inputs)[0]
+        pictures = (x.to(self._dtype), *conditioning.references)
+        inputs = {argument: _input(source, conditioning, pictures, family.patch) for argument, source in family.inputs}
+        latent, *references = (pad_to_patch(picture, family.patch) for picture in pictures)
+        latent_shape = latent.shape
+        if conditioning.concat_latent is not None:
+            latent = torch.cat([latent, pad_to_patch(conditioning.concat_latent, family.patch)], dim=1)
         if family.packed:
-            output = unpack(output, padded.shape, family.patch)
+            latent = torch.cat([pack(picture, family.patch) for picture in (latent, *references)], dim=1)
+        output = self._model(hidden_states=latent, timestep=timestep, return_dict=False, **inputs)[0]
+        if family.packed:
+            output = unpack(output, latent_shape, family.patch)
         output = output[tuple(slice(size) for size in x.shape)]
         return x - output.float() * sigma
 
 
-def _input(source: str, conditioning: Conditioning, latent: torch.Tensor, patch: tuple[int, ...]) -> Any:
-    """What an argument of the model is given: a field of the conditioning, or what follows from it and the latent."""
+def _input(source: str, conditioning: Conditioning, pictures: tuple[torch.Tensor, ...], patch: tuple[int, ...]) -> Any:
+    """What an argument of the model is given: a field of the conditioning, or what follows from it, the latent and the
+    references (`pictures`).
+    """
+    latent = pictures[0]
     if source == "image_ids":
-        return image_ids(latent, patch)
+        return image_ids([picture.shape for picture in pictures], patch, conditioning.reference_method, latent.device)
     if source == "text_ids":
         return latent.new_zeros(conditioning.embedding.shape[1], 3, dtype=torch.float32)
     if source == "image_shapes":
-        return [[patches(latent.shape, patch)]] * len(latent)
+        return [[patches(picture.shape, patch) for picture in pictures]] * len(latent)
     if source == "guidance":
         value = GUIDANCE if conditioning.guidance is None else conditioning.guidance
         return latent.new_full((latent.shape[0],), value, dtype=torch.float32)
     return getattr(conditioning, source)
-
-
-def pack(latent: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:
-    """`(B, C, H, W)` -> `(B, H / h * W / w, C * h * w)`: patches as tokens, row by row; and the same with frames."""
-    dims = len(patch)
-    for dim in range(dims, 0, -1):
-        latent = latent.unflatten(dim + 1, (-1, patch[dim - 1]))
-    grid, within = range(2, 2 * dims + 2, 2), range(3, 2 * dims + 3, 2)
-    return latent.permute(0, *grid, 1, *within).flatten(dims + 1).flatten(1, dims)
-
-
-def unpack(tokens: torch.Tensor, shape: torch.Size, patch: tuple[int, ...]) -> torch.Tensor:
-    """The latent of `shape` from its patches."""
-    dims = len(patch)
-    grid = tokens.unflatten(1, patches(shape, patch)).unflatten(dims + 1, (-1, *patch))
-    places = [place for dim in range(1, dims + 1) for place in (dim, dims + 1 + dim)]
-    return grid.permute(0, dims + 1, *places).reshape(shape)
-
-
-def patches(shape: Sequence[int], patch: tuple[int, ...]) -> tuple[int, ...]:
-    """How many patches a latent of this shape has along each dim."""
-    return tuple(size // step for size, step in zip(shape[2:], patch, strict=True))
 
 
 def check_positions(shape: Sequence[int], family: FamilySpec, *, table: int) -> None:
@@ -84,18 +70,3 @@ def check_positions(shape: Sequence[int], family: FamilySpec, *, table: int) -> 
         f"the latent is of {pixels[0]} x {pixels[1]} pixels{frames}, but the positions of this {family.title} end at "
         f"{pixels[2]} x {pixels[3]}{f' and {most[0]}' if frames else ''}: use a smaller latent"
     )
-
-
-def image_ids(latent: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:
-    """`(tokens, 3)` float32: 0, row and column of each patch."""
-    sizes = (1, *patches(latent.shape, patch))
-    axes = [torch.arange(size, device=latent.device, dtype=torch.float32) for size in sizes]
-    return torch.cartesian_prod(*axes)
-
-
-def pad_to_patch(latent: torch.Tensor, patch: tuple[int, ...]) -> torch.Tensor:
-    """A latent whose last dims are multiples of the patch: made longer by what stands at the other end, as in ComfyUI."""
-    padding = []
-    for size, step in zip(reversed(latent.shape[2:]), reversed(patch), strict=True):
-        padding += [0, -size % step]
-    return F.pad(latent, padding, mode="circular") if any(padding) else latent

@@ -18,6 +18,7 @@ WHOLE = 1 << 31
 
 SMALLEST_BOUNDS = 8
 FEATHER = 8
+MODEL_READS = ("embedding", "pooled", "attention_mask", "guidance", "references", "reference_method", "concat_latent")
 Area = tuple[int, ...]
 Box = tuple[slice, ...]
 """An index into a latent `(B, C, ...)`."""
@@ -158,7 +159,7 @@ def _counterpart(conditioning: Conditioning, others: Sequence[Conditioning]) -> 
     read = min(with_area, key=lambda other: math.prod(_halves(other.area)[0])) if with_area else around[0]
     if read.area == area:
         return []
-    model_reads = {name: getattr(read, name) for name in ("embedding", "pooled", "attention_mask", "guidance")}
+    model_reads = {name: getattr(read, name) for name in MODEL_READS}
     return [conditioning.model_copy(update=model_reads)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from .guidance import TENSORS, Predict
+from .guidance import Predict
 from .parallel.shares import even_lengths, span
 from .parallel.ulysses import gather_tokens
 from .protocol import Conditioning
@@ -33,5 +33,4 @@ class Replicas:
 
 
 def _items_of(conditioning: Conditioning, items: slice) -> Conditioning:
-    tensors = ((name, getattr(conditioning, name)) for name in TENSORS)
-    return conditioning.model_copy(update={name: tensor[items] for name, tensor in tensors if tensor is not None})
+    return conditioning.with_tensors({name: tensor[items] for name, tensor in conditioning.tensors().items()})

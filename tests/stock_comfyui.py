@@ -47,10 +47,41 @@ def analytic_model():
     return model_patcher.ModelPatcher(model, load_device=device, offload_device=device)
 
 
+def small_model(path: Path):
+    """A MODEL of one of ComfyUI's classes in a size that its loaders do not know, as a JSON file describes it.
+
+    Its random weights are written beside the file, under the names of the class.
+    """
+    from comfy import model_management, model_patcher, supported_models
+
+    described = json.loads(path.read_text())
+    config = getattr(supported_models, described["class"])(described["unet_config"])
+    config.set_inference_dtype(torch.float32, None)
+    model = config.get_model({}, "")
+    weights = dict(random_weights(model.diffusion_model.state_dict()))
+    model.diffusion_model.load_state_dict(weights)
+    save_file(weights, path.with_suffix(".safetensors"))
+    device = model_management.get_torch_device()
+    return model_patcher.ModelPatcher(model, load_device=device, offload_device=device)
+
+
+def random_weights(tensors: dict[str, torch.Tensor]):
+    """Weights of a size that keeps activations near 1."""
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        drawn = torch.randn(tensor.shape, generator=generator)
+        if drawn.ndim > 1:
+            yield name, drawn / drawn[0].numel() ** 0.5
+        else:
+            yield name, drawn * 0.1 + ("norm" in name and not name.endswith("bias"))
+
+
 def load_model(name: str):
-    """The model of a sample: the formula, or a checkpoint through UNETLoader."""
+    """The model of a sample: the formula, a class in a small size, or a checkpoint through UNETLoader."""
     if name == ANALYTIC:
         return analytic_model()
+    if name.endswith(".json"):
+        return small_model(Path(name))
     import nodes
 
     folder_of("diffusion_models", name)
@@ -88,10 +119,12 @@ def noise(case: dict) -> torch.Tensor:
 
 
 def conditioning(entries: str | list, inputs: dict[str, torch.Tensor]) -> list:
-    """A CONDITIONING: the name of an input, or `[name, options]` pairs, where the option `mask` names another."""
+    """A CONDITIONING: the name of an input, or `[name, options]` pairs, where options of tensors name others."""
     if isinstance(entries, str):
         return [[inputs[entries], {}]]
-    made = {"mask": lambda name: inputs[name], "area": tuple}
+    tensors = ("mask", "pooled_output", "attention_mask", "concat_latent_image", "concat_mask")
+    made = {key: lambda name: inputs[name] for key in tensors}
+    made |= {"area": tuple, "reference_latents": lambda names: [inputs[name] for name in names]}
     return [
         [inputs[name], {key: made.get(key, lambda value: value)(value) for key, value in options.items()}]
         for name, options in entries

@@ -72,6 +72,26 @@ def test_a_mask_that_is_added_to_attention_is_refused(name):
         sample(with_masks(request, torch.zeros(1, 5), None))
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        (
+            "wan",
+            {"references": (torch.zeros(1, 16, 1, 4, 4),)},
+            r"1 reference latents.*takes none: remove Reference Latent",
+        ),
+        ("qwen", {"references": (torch.zeros(1, 16, 1, 4, 4),), "reference_method": "uxo"}, r"'uxo'.*there are: index"),
+        ("qwen", {"references": (torch.zeros(1, 4, 4, 4),)}, r"a reference latent has shape \(1, 4, 1, 4, 4\)"),
+        ("flux", {"concat_latent": torch.zeros(1, 16, 4, 4)}, r"takes none: use the inpainting"),
+        ("flux-fill", {"concat_latent": torch.zeros(1, 4, 4, 4)}, r"the picture beside the latent has shape \(1, 4"),
+    ],
+)
+def test_what_a_family_cannot_take_is_refused_by_name(name, options, words):
+    request = sample_request(Case(model=f"random:{name}", latent=(1, 16, 8, 8)))
+    with pytest.raises(Refused, match=words):
+        sample(request.model_copy(update={"positive": (request.positive[0].model_copy(update=options),)}))
+
+
 def test_a_prompt_of_another_model_is_refused_by_width():
     request = sample_request(Case(model="random:qwen"))
     other = (Conditioning(embedding=torch.zeros(1, 5, 4096)),)

@@ -64,14 +64,29 @@ def test_conditioning_keys_without_effect_are_accepted(pack, options):
     assert len(pack.convert.to_conditioning(entry(**options), "positive")) == 1
 
 
+def test_references_and_a_picture_beside_the_latent_go_over_as_they_are(pack):
+    first, second, mask = torch.ones(1, 16, 4, 4), torch.ones(1, 16, 2, 6), torch.ones(1, 1, 32, 32)
+    options = {
+        "reference_latents": [first, second],
+        "reference_latents_method": "index",
+        "concat_latent_image": first,
+        "concat_mask": mask,
+    }
+    [entry] = pack.convert.to_conditioning([[torch.ones(1, 2, 3), options]], "positive")
+    assert [tuple(latent.shape) for latent in entry.references] == [first.shape, second.shape]
+    assert entry.reference_method == "index"
+    assert torch.equal(entry.concat_latent, first) and torch.equal(entry.concat_mask, mask)
+    with pytest.raises(ValueError, match=r"positive: reference_latents: .*int"):
+        pack.convert.to_conditioning([[torch.ones(1, 2, 3), {"reference_latents": [3]}]], "positive")
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"control": object()},
         {"gligen": ()},
         {"hooks": object()},
-        {"concat_latent_image": torch.ones(1)},
-        {"reference_latents": [torch.ones(1)]},
+        {"guidance": None},
         {"clip_vision_output": object()},
         {"from_a_node_of_next_year": 1},
     ],

@@ -75,13 +75,14 @@ def cases_of(numbers: Iterable[int] = range(len(REQUESTS)), /, **degrees: int) -
 
 
 def pictures_of(numbers: Iterable[int] = range(len(PICTURES)), /, **degrees: int) -> list[Case]:
-    """Of every family that joins text and picture; prompts are padded where the family reads a mask."""
-    return [
-        Case(**PICTURES[number], model=f"random:{family}", degrees=degrees)
-        for family in FAMILIES
-        if family != WAN.name
-        for number in numbers
-    ]
+    """Of every family that joins text and picture, and one of its relatives; prompts are padded where a mask is read."""
+    cases, classes = [], {WAN.transformer_class}
+    for family in FAMILIES.values():
+        relative = family.transformer_class in classes
+        for number in list(numbers)[: 0 if family is WAN else 1 if relative else None]:
+            cases.append(Case(**PICTURES[number], model=f"random:{family.name}", degrees=degrees))
+        classes.add(family.transformer_class)
+    return cases
 
 
 KINDS = ("data", "cfg", "ring", "ulysses", "tensor")

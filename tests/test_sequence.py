@@ -22,9 +22,9 @@ from runtime.mesh import Mesh
 from runtime.parallel.attention import attention
 from runtime.parallel.shares import even_lengths
 from runtime.parallel.ulysses import gather_tokens, heads_to_tokens, tokens_to_heads
-from runtime.prediction import pad_to_patch
 from runtime.protocol import Conditioning
 from runtime.sequence import Sequence, split_tokens
+from runtime.tokens import pad_to_patch
 from tests.ranks import run_as_threads
 
 

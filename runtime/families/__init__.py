@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from .flux import FLUX
+from .flux import FLUX, FLUX_CONTROL, FLUX_FILL, FLUX_SCHNELL
 from .qwen import QWEN
 from .spec import FamilySpec
 from .wan import WAN
 
-FAMILIES: dict[str, FamilySpec] = {family.name: family for family in (WAN, FLUX, QWEN)}
+FAMILIES: dict[str, FamilySpec] = {
+    family.name: family for family in (WAN, FLUX, FLUX_SCHNELL, FLUX_FILL, FLUX_CONTROL, QWEN)
+}

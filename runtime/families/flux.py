@@ -1,21 +1,17 @@
-"""Flux.1 dev, text to picture (Black Forest Labs 2024, github.com/black-forest-labs/flux)."""
+"""Flux.1: dev and Kontext, schnell, Fill, Canny and Depth (Black Forest Labs 2024, github.com/black-forest-labs/flux)."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from .spec import FamilySpec, Fused, LatentFormat, LinearShard, Shapes, TensorSplit, TokenPlace, TokenSplit
 
 PATCH = (2, 2)
-HEAD_DIM = 128
-AXES = (16, 56, 56)
-"""Of the rotary embedding: like the head size the same in every published model, and not in a checkpoint."""
-
-
 RENAMES = (
     (r"^img_in\.", "x_embedder."),
     (r"^txt_in\.", "context_embedder."),
@@ -78,18 +74,19 @@ FUSED = (
 def config_from(shapes: Shapes) -> dict[str, Any]:
     """The arguments of the class that give tensors of these shapes."""
     width, in_channels = shapes["x_embedder.weight"]
+    [head_dim] = shapes["transformer_blocks.0.attn.norm_q.weight"]
     return {
         "patch_size": 1,
         "in_channels": in_channels,
         "out_channels": shapes["proj_out.weight"][0],
         "num_layers": _count(shapes, "transformer_blocks"),
         "num_single_layers": _count(shapes, "single_transformer_blocks"),
-        "attention_head_dim": HEAD_DIM,
-        "num_attention_heads": width // HEAD_DIM,
+        "attention_head_dim": head_dim,
+        "num_attention_heads": width // head_dim,
         "joint_attention_dim": shapes["context_embedder.weight"][1],
         "pooled_projection_dim": shapes["time_text_embed.text_embedder.linear_1.weight"][1],
         "guidance_embeds": "time_text_embed.guidance_embedder.linear_1.weight" in shapes,
-        "axes_dims_rope": AXES,
+        "axes_dims_rope": (head_dim // 8, head_dim * 7 // 16, head_dim * 7 // 16),
     }
 
 
@@ -99,11 +96,34 @@ def _count(shapes: Shapes, blocks: str) -> int:
 
 def unsupported_config(config: Mapping[str, Any]) -> str:
     """What a configuration is when it is not Flux.1 dev; empty when it is."""
-    if not config.get("guidance_embeds"):
-        return "Flux.1 schnell, or a Flux.1 without distilled guidance"
-    if config.get("in_channels", 64) != config.get("out_channels", config.get("in_channels", 64)):
-        return f"a Flux.1 that takes a picture or control beside the latent ({config['in_channels']} input channels)"
-    return ""
+    if config.get("guidance_embeds") and _channels(config) == (64, 64):
+        return ""
+    return _named(config)
+
+
+def not_schnell(config: Mapping[str, Any]) -> str:
+    """What a configuration is when it is not Flux.1 schnell; empty when it is."""
+    return _named(config) if config.get("guidance_embeds") or _channels(config) != (64, 64) else ""
+
+
+def not_fill(config: Mapping[str, Any]) -> str:
+    """What a configuration is when it is not Flux.1 Fill; empty when it is."""
+    return "" if config.get("guidance_embeds") and _channels(config) == (384, 64) else _named(config)
+
+
+def not_control(config: Mapping[str, Any]) -> str:
+    """What a configuration is when it is not Flux.1 Canny or Depth; empty when it is."""
+    return "" if config.get("guidance_embeds") and _channels(config) == (128, 64) else _named(config)
+
+
+def _channels(config: Mapping[str, Any]) -> tuple[int, int]:
+    taken = config.get("in_channels", 64)
+    return taken, config.get("out_channels") or taken
+
+
+def _named(config: Mapping[str, Any]) -> str:
+    guidance = "with" if config.get("guidance_embeds") else "without"
+    return "a Flux.1 of {} input and {} output channels, {} distilled guidance".format(*_channels(config), guidance)
 
 
 LATENT = LatentFormat(
@@ -142,14 +162,15 @@ TINY = MappingProxyType(
 
 FLUX = FamilySpec(
     name="flux",
-    title="Flux.1 dev",
-    pipeline_classes=("FluxPipeline",),
+    title="Flux.1 dev or Kontext",
+    pipeline_classes=("FluxPipeline", "FluxKontextPipeline"),
     transformer_class="FluxTransformer2DModel",
     signature=(
         "x_embedder.weight",
         "context_embedder.weight",
         "time_text_embed.text_embedder.linear_1.weight",
         "transformer_blocks.0.attn.add_q_proj.weight",
+        "transformer_blocks.0.attn.norm_q.weight",
         "single_transformer_blocks.0.proj_mlp.weight",
         "proj_out.weight",
     ),
@@ -208,5 +229,40 @@ FLUX = FamilySpec(
     packed=True,
     timestep_scale=1.0,
     sigma_table=10000,
+    references=("offset", "index", "uxo"),
     text_encoders="CLIP-L and T5: use a DualCLIPLoader (type flux) and CLIP Text Encode",
 )
+
+FLUX_SCHNELL = replace(
+    FLUX,
+    name="flux-schnell",
+    title="Flux.1 schnell",
+    unsupported_config=not_schnell,
+    inputs=tuple(each for each in FLUX.inputs if each[1] != "guidance"),
+    shift=1.0,
+    sigma_table=1000,
+    tiny=MappingProxyType({**TINY, "guidance_embeds": False}),
+)
+"""Distilled to a few steps: no guidance, and no shift."""
+
+FLUX_FILL = replace(
+    FLUX,
+    name="flux-fill",
+    title="Flux.1 Fill",
+    pipeline_classes=("FluxFillPipeline",),
+    unsupported_config=not_fill,
+    beside=("picture", "mask"),
+    tiny=MappingProxyType({**TINY, "in_channels": 384}),
+)
+"""Paints anew what a mask says: use InpaintModelConditioning."""
+
+FLUX_CONTROL = replace(
+    FLUX,
+    name="flux-control",
+    title="Flux.1 Canny or Depth",
+    pipeline_classes=("FluxControlPipeline",),
+    unsupported_config=not_control,
+    beside=("picture",),
+    tiny=MappingProxyType({**TINY, "in_channels": 128}),
+)
+"""Follows a picture of edges or depth: use InstructPixToPixConditioning."""

@@ -1,4 +1,4 @@
-"""Qwen-Image, text to picture (Qwen Team 2025, arXiv:2508.02324)."""
+"""Qwen-Image and Qwen-Image-Edit (Qwen Team 2025, arXiv:2508.02324)."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ BLOCK = r"transformer_blocks\.\d+"
 
 QWEN = FamilySpec(
     name="qwen",
-    title="Qwen-Image",
-    pipeline_classes=("QwenImagePipeline",),
+    title="Qwen-Image or Qwen-Image-Edit",
+    pipeline_classes=("QwenImagePipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline"),
     transformer_class="QwenImageTransformer2DModel",
     signature=(
         "img_in.weight",
@@ -122,5 +122,6 @@ QWEN = FamilySpec(
     packed=True,
     timestep_scale=1.0,
     sigma_table=10000,
+    references=("index",),
     text_encoders="Qwen2.5-VL: use a CLIP Loader (type qwen_image) and CLIP Text Encode",
 )

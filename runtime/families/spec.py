@@ -138,7 +138,9 @@ class FamilySpec:
     ComfyUI keeps for it. `packed`: the model takes
     patches of the latent as tokens, `(B, tokens, C * patch)`. `pooled_width`, where it reads a pooled prompt, is a key of
     the configuration; so is `positions`, where the model has a table of them: how many patches it goes to along each dim.
-    `text_encoders` says, where the model's own cannot be used yet, what they are and the way out.
+    `references` are the ways in which reference latents can be placed, its own one first, and `beside` is what it takes
+    beside the channels of the latent. `text_encoders` says, where the model's own cannot be used yet, what they are and the
+    way out.
     """
 
     name: str
@@ -173,6 +175,8 @@ class FamilySpec:
     packed: bool = False
     timestep_scale: float = 1000.0
     sigma_table: int = 1000
+    references: tuple[str, ...] = ()
+    beside: tuple[Literal["picture", "mask"], ...] = ()
     text_encoders: str = ""
     fused: tuple[Fused, ...] = ()
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from itertools import accumulate, pairwise, product
+from itertools import product
 from typing import NamedTuple
 
 import torch
 
 from ..families.spec import FamilySpec
-from ..inspection import renamed
+from ..layouts import block_spans, renamed
 from ..parallel.shares import WHOLE, Cut
 
 FLAT_PREFIXES = ("lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_")
@@ -70,7 +70,7 @@ class LayerNames:
             if found := re.fullmatch(fused.pattern, layer):
                 names = [f"{found.expand(part)}{WEIGHT}" for part, _ in fused.parts]
                 if all(name in self.shapes for name in names):
-                    spans = _spans(fused.blocks, sum(self.shapes[name][0] for name in names))
+                    spans = block_spans(fused.blocks, sum(self.shapes[name][0] for name in names))
                     blocks = [tuple(spans[block] for block in blocks) for _, blocks in fused.parts]
                     return tuple(Target(name, Cut(0, each)) for name, each in zip(names, blocks, strict=True))
         return ()
@@ -92,12 +92,6 @@ class LayerNames:
             return None
         readings = product("._", repeat=len(parts) - 1)
         return next((each for each in readings if self._find_dotted(_joined(parts, each))), None)
-
-
-def _spans(blocks: tuple[int, ...], rows: int) -> list[slice]:
-    """Where each of the blocks lies, which together have so many rows."""
-    ends = [rows * end // sum(blocks) for end in accumulate(blocks, initial=0)]
-    return [slice(*pair) for pair in pairwise(ends)]
 
 
 def _joined(parts: list[str], separators: tuple[str, ...]) -> str:

@@ -45,3 +45,25 @@ class Cut:
 
 
 WHOLE = Cut()
+
+
+class RowsOf:
+    """Some rows of a tensor, or of a slice of a safetensors file, in an order of their own; it is sliced as those are."""
+
+    def __init__(self, full: Any, spans: Sequence[slice]) -> None:
+        self._full, self._spans = full, spans
+
+    def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
+        """The part at `place`, of which no more is read than that."""
+        rows, *others = place
+        start, parts = 0, []
+        for held in self._spans:
+            length = held.stop - held.start
+            first, last = (
+                max(rows.start or 0, start),
+                min(start + length if rows.stop is None else rows.stop, start + length),
+            )
+            if first < last:
+                parts.append(self._full[(slice(held.start + first - start, held.start + last - start), *others)])
+            start += length
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -74,8 +74,13 @@ def to_model_space(
     latent: torch.Tensor, *, mean: Sequence[float], std: Sequence[float], scale: float = 1.0
 ) -> torch.Tensor:
     """From the VAE's space to the model's; `mean` and `std` are per channel. An empty latent stays empty."""
-    if is_empty(latent):
-        return latent
+    return latent if is_empty(latent) else into_model_space(latent, mean=mean, std=std, scale=scale)
+
+
+def into_model_space(
+    latent: torch.Tensor, *, mean: Sequence[float], std: Sequence[float], scale: float = 1.0
+) -> torch.Tensor:
+    """From the VAE's space to the model's, of a latent that is a picture also where it is all zeros."""
     return (latent - _per_channel(mean, latent)) * scale / _per_channel(std, latent)
 
 

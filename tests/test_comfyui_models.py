@@ -1,0 +1,170 @@
+"""Our engine's latent is that of stock KSampler over ComfyUI's own class, from one file in ComfyUI's names.
+
+ComfyUI's loaders know most classes in their published sizes alone, so the class is built small, with random weights.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.inspection import inspect_model
+from runtime.mesh import Mesh
+from runtime.pipeline import Pipeline
+from runtime.progress import ignore_progress
+from runtime.protocol import Conditioning, Sample
+from runtime.settings import ModelSettings, SampleSettings
+from tests.ranks import run_as_threads
+from tests.stock import ask_comfyui, relative_error
+
+pytestmark = pytest.mark.comfy
+
+LIMIT = 1e-4
+AXES = [4, 14, 14]
+FLUX = {
+    "image_model": "flux", "in_channels": 16, "out_channels": 16, "patch_size": 2, "vec_in_dim": 32, "context_in_dim": 64,
+    "hidden_size": 128, "mlp_ratio": 4.0, "num_heads": 4, "depth": 2, "depth_single_blocks": 2, "axes_dim": AXES,
+    "theta": 10000, "qkv_bias": True, "guidance_embed": True,
+}  # fmt: skip
+QWEN = {
+    "image_model": "qwen_image", "in_channels": 64, "out_channels": 16, "num_layers": 2, "attention_head_dim": 32,
+    "num_attention_heads": 4, "joint_attention_dim": 64, "axes_dims_rope": AXES,
+}  # fmt: skip
+MODELS = {
+    "flux": ("Flux", FLUX),
+    "flux-schnell": ("FluxSchnell", {**FLUX, "guidance_embed": False}),
+    "flux-fill": ("FluxInpaint", {**FLUX, "in_channels": 96}),
+    "flux-control": ("Flux", {**FLUX, "in_channels": 32}),
+    "qwen": ("QwenImage", QWEN),
+}
+"""By our family: ComfyUI's class, and its configuration."""
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+INPUTS = {
+    "a": draw(1, 7, 64, seed=1),
+    "n": draw(1, 5, 64, seed=2),
+    "pooled": draw(1, 32, seed=3),
+    "picture": draw(1, 16, 8, 12, seed=4),
+    "odd": torch.zeros(1, 16, 5, 9),
+    "batch": torch.zeros(2, 16, 6, 4),
+    "reference": draw(1, 16, 10, 6, seed=5),
+    "wide": draw(1, 16, 3, 11, seed=6),
+    "tall": draw(1, 16, 13, 4, seed=7),
+    "painted": (draw(1, 1, 64, 96, seed=8) > 0).float(),
+    "empty": torch.zeros(1, 16, 8, 12),
+}
+INPUTS |= {f"{name}-5d": INPUTS[name].unsqueeze(2).clone() for name in ("reference", "wide", "tall")}
+PROMPT = [["a", {"pooled_output": "pooled", "guidance": 2.5}]]
+PLAIN = {
+    "odd sides": {"latent": "odd"},
+    "a batch": {"latent": "batch", "cfg": 1.0},
+    "part": {"latent": "picture", "denoise": 0.6},
+}
+
+
+def with_options(**options: object) -> list:
+    return [["a", {**PROMPT[0][1], **options}]]
+
+
+def with_references(*names: str, method: str = "") -> dict:
+    method = {"reference_latents_method": method} if method else {}
+    return {"positive": with_options(reference_latents=list(names), **method)}
+
+
+CASES = {
+    **{(family, name): case for family in MODELS for name, case in PLAIN.items()},
+    ("flux", "guidance by default"): {"positive": [["a", {"pooled_output": "pooled"}]]},
+    ("flux", "one reference"): with_references("reference"),
+    ("flux", "references side by side"): with_references("tall", "wide", "reference"),
+    ("flux", "references by number"): with_references("tall", "wide", method="index"),
+    ("flux", "references along the diagonal"): {"latent": "odd", **with_references("tall", "wide", method="uxo")},
+    ("flux-fill", "a picture and a mask"): {"positive": with_options(concat_latent_image="picture", concat_mask="painted")},
+    ("flux-fill", "a picture of another size"): {"positive": with_options(concat_latent_image="wide", concat_mask="painted")},
+    ("flux-fill", "an area"): {
+        "positive": [*with_options(concat_latent_image="picture", concat_mask="painted"), ["a", {"pooled_output": "pooled", "area": [6, 4, 2, 2]}]]
+    },
+    ("flux-control", "a picture"): {"positive": with_options(concat_latent_image="picture")},
+    ("qwen", "one reference"): with_references("reference-5d"),
+    ("qwen", "references larger than the picture"): {"latent": "odd", **with_references("tall-5d", "wide-5d", "reference-5d")},
+}  # fmt: skip
+"""What a case asks for beside what all do."""
+
+
+def full(case: dict) -> dict:
+    base = {"sampler_name": "euler", "scheduler": "simple", "cfg": 2.0, "denoise": 1.0, "seed": 3, "steps": 3}
+    negative = [["n", {"pooled_output": "pooled"}]]
+    return {**base, "latent": "empty", "positive": PROMPT, "negative": negative, **case}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def stock(folder) -> dict[tuple[str, str], torch.Tensor]:
+    """ComfyUI's latents of all cases; the weights are in the folder afterwards."""
+    for family, (kind, config) in MODELS.items():
+        (folder / f"{family}.json").write_text(json.dumps({"class": kind, "unet_config": config}))
+    samples = [{**full(case), "model": str(folder / f"{family}.json")} for (family, _), case in CASES.items()]
+    results = ask_comfyui(folder, inputs=INPUTS, samples=samples)
+    errors = [bytes(tensor.tolist()).decode() for name, tensor in results.items() if name.startswith("errors.")]
+    assert not errors, errors
+    return {name: results[f"samples.{number}"] for number, name in enumerate(CASES)}
+
+
+def entry(name: str, options: dict) -> Conditioning:
+    named = {"pooled_output": "pooled", "concat_latent_image": "concat_latent", "concat_mask": "concat_mask"}
+    fields = {field: INPUTS[options[key]] for key, field in named.items() if key in options}
+    references = tuple(INPUTS[each] for each in options.get("reference_latents", ()))
+    area = {"area": tuple(options["area"])} if "area" in options else {}
+    return Conditioning(
+        embedding=INPUTS[name],
+        guidance=options.get("guidance"),
+        references=references,
+        reference_method=options.get("reference_latents_method", ""),
+        **fields,
+        **area,
+    )
+
+
+def ours(path: Path, case: dict, mesh: Mesh) -> torch.Tensor:
+    settings = ModelSettings(model=str(path), dtype="fp32")
+    pipeline = Pipeline.load(settings, mesh=mesh, progress=ignore_progress)
+    request = Sample(
+        job="stock",
+        model=settings,
+        settings=SampleSettings(**{name: case[name] for name in SampleSettings.model_fields if name in case}),
+        latent=INPUTS[case["latent"]].clone(),
+        **{side: tuple(entry(*each) for each in case[side]) for side in ("positive", "negative")},
+    )
+    return pipeline.sample(request, progress=ignore_progress)
+
+
+@pytest.mark.parametrize("name", CASES, ids=" ".join)
+def test_latent_is_ksamplers_over_comfyuis_class(name, stock, folder):
+    family, case = name[0], full(CASES[name])
+    path = folder / f"{family}.safetensors"
+    assert inspect_model(str(path)).family == family
+    error = relative_error(ours(path, case, Mesh.single()), stock[name])
+    print(f"relative error {error:.1e}")
+    assert error < LIMIT
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name not in {(each, key) for each in MODELS for key in PLAIN}], ids=" ".join
+)
+@pytest.mark.parametrize("degrees", [{"tensor": 2}, {"ring": 2, "ulysses": 2}], ids=str)
+def test_the_same_over_ranks(name, degrees, stock, folder):
+    """References and pictures are dealt with the other tokens, and fused layers are read in parts."""
+    path, case = folder / f"{name[0]}.safetensors", full(CASES[name])
+    alone = ours(path, case, Mesh.single())
+    for result in run_as_threads(degrees, lambda mesh: ours(path, case, mesh)):
+        assert relative_error(result, alone) < 1e-5
