@@ -228,6 +228,15 @@ def step_seed_offset() -> torch.Tensor:
     return torch.tensor(int(not torch.equal(drawn, torch.randn(4, generator=torch.Generator().manual_seed(0)))))
 
 
+def layers(case: dict) -> torch.Tensor:
+    """ComfyUI's own table of a family: for diffusers' name of a tensor the original one, the rows, and whether they swap."""
+    from comfy import utils
+
+    table = getattr(utils, case["table"])(case["config"])
+    rows = {name: (to, None, False) if isinstance(to, str) else (*to[:2], len(to) > 2) for name, to in table.items()}
+    return as_bytes(json.dumps(rows))
+
+
 def as_bytes(text: str) -> torch.Tensor:
     """A text as safetensors takes it."""
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
@@ -243,6 +252,7 @@ def main(request_path: str, inputs_path: str, results_path: str) -> None:
     results = {"step_seed_offset": step_seed_offset()}
     kinds = {
         "sigmas": sigmas,
+        "layers": layers,
         "noise": noise,
         "regions": lambda case: regions(case, inputs),
         "previews": lambda case: preview(case, inputs),

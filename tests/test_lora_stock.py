@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -13,6 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from runtime.checkpoint import build_transformer
+from runtime.families import FAMILIES
+from runtime.inspection import inspect_model
+from runtime.lora.names import LayerNames
 from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
@@ -174,8 +179,9 @@ def both(setup, tmp_path_factory):
         SAMPLE | widgets | {"model": str(setup.checkpoint), "loras": [(str(setup.files[name]), s) for name, s in stack]}
         for stack, widgets in cases
     ]
-    stock = ask_comfyui(tmp_path_factory.mktemp("stock"), inputs=INPUTS, samples=samples)
-    return {
+    table = {"table": "flux_to_diffusers", "config": {"depth": 2, "depth_single_blocks": 2, "hidden_size": 128}}
+    stock = ask_comfyui(tmp_path_factory.mktemp("stock"), inputs=INPUTS, samples=samples, layers=[table])
+    return {"flux": json.loads(bytes(stock["layers.0"].tolist()))} | {
         key(stack, widgets): (sampled(setup, stack, **widgets), stock[f"samples.{number}"])
         for number, (stack, widgets) in enumerate(cases)
     }
@@ -213,6 +219,23 @@ def test_distilled_loras_give_comfyuis_latent_in_their_few_steps(widgets, both, 
     with capsys.disabled():
         print(f"\n  {widgets}: {error:.1e}", end="")
     assert error < LIMIT
+
+
+def test_the_layers_of_flux_lie_where_comfyuis_own_table_has_them(both):
+    """A LoRA for stock Flux in diffusers' names changes these rows of the original layers; ours is the way back."""
+    names = LayerNames(FAMILIES["flux"], build_transformer(inspect_model("random:flux"))[1])
+    seen = 0
+    for name, (original, rows, swapped) in both["flux"].items():
+        if name not in names.shapes or not original.endswith(".weight"):
+            continue
+        found = {
+            target.name: target.rows for target in names.find(f"diffusion_model.{original.removesuffix('.weight')}")
+        }
+        half = names.shapes[name][0] // 2
+        expected = () if rows is None else (slice(rows[1], rows[1] + rows[2]),)
+        assert found[name].spans == ((slice(half, 2 * half), slice(0, half)) if swapped else expected), name
+        seen += 1
+    assert seen == sum(name.endswith(".weight") and "norm_" not in name for name in names.shapes) + 1
 
 
 def test_without_loras_the_latent_is_again_that_of_the_model(setup, both):
