@@ -40,7 +40,7 @@ class OutriggerSampler(io.ComfyNode):
                     step=0.01,
                     tooltip="How much of the latent is replaced by noise; lower values keep its structure.",
                 ),
-                shift_widget(),
+                *shift_widgets(),
             ],
             outputs=[io.Latent.Output(display_name="latent", tooltip="The denoised latent, in the VAE's own space.")],
             hidden=[io.Hidden.unique_id],
@@ -70,6 +70,8 @@ class OutriggerSampler(io.ComfyNode):
         scheduler: str = SCHEDULER_NAMES[0],
         denoise: float = 1.0,
         shift: float = 0.0,
+        max_shift: float = 0.0,
+        base_shift: float = 0.5,
     ) -> io.NodeOutput:
         widgets = in_our_words(
             settings.SampleSettings,
@@ -80,6 +82,8 @@ class OutriggerSampler(io.ComfyNode):
             scheduler=scheduler,
             denoise=denoise,
             shift=shift,
+            max_shift=max_shift,
+            base_shift=base_shift,
         )
         display = NodeDisplay(cls.hidden.unique_id, stage="sampling")
         return io.NodeOutput(sampled(model, widgets, positive, negative, latent_image, display=display))
@@ -152,18 +156,24 @@ def noise_and_steps(seed: str) -> list[io.Input]:
     ]  # fmt: skip
 
 
-def shift_widget() -> io.Input:
-    """The sigma shift, which ComfyUI sets with ModelSamplingSD3."""
+def shift_widgets() -> list[io.Input]:
+    """The sigma shift, which ComfyUI sets with ModelSamplingSD3, ModelSamplingAuraFlow or ModelSamplingFlux."""
+    return [
+        _shift(
+            "shift", 0.0, "Sigma shift, as ModelSamplingSD3 and ModelSamplingAuraFlow set it. 0 takes the model's own."
+        ),
+        _shift(
+            "max_shift",
+            0.0,
+            "Shift for 4096 tokens (1024 x 1024), as ModelSamplingFlux sets it for the size of the latent. 0 leaves it off.",
+        ),
+        _shift("base_shift", 0.5, "Shift for 256 tokens, where max_shift is set."),
+    ]
+
+
+def _shift(name: str, default: float, tooltip: str) -> io.Input:
     return advanced(
-        io.Float.Input(
-            "shift",
-            optional=True,
-            default=0.0,
-            min=0.0,
-            max=100.0,
-            step=0.01,
-            tooltip="Sigma shift of the schedule, as ModelSamplingSD3 sets it. 0 takes the model's own.",
-        )
+        io.Float.Input(name, optional=True, default=default, min=0.0, max=100.0, step=0.01, tooltip=tooltip)
     )
 
 

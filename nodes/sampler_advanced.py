@@ -10,7 +10,7 @@ from ..runtime.errors import in_our_words
 from .display import NodeDisplay
 from .io_types import CATEGORY, Model, searchable
 from .parts import SAMPLER_NAMES, SCHEDULER_NAMES, convert, settings
-from .sampler import noise_and_steps, prompt_sockets, sampled, shift_widget
+from .sampler import noise_and_steps, prompt_sockets, sampled, shift_widgets
 
 SWITCH = {"enable": True, "disable": False}
 LAST_STEP = 10000
@@ -52,7 +52,7 @@ class OutriggerSamplerAdvanced(io.ComfyNode):
                 io.Noise.Input(
                     "noise", optional=True, tooltip="Noise of a noise node, in place of add_noise and noise_seed."
                 ),
-                shift_widget(),
+                *shift_widgets(),
             ],
             outputs=[
                 io.Latent.Output(
@@ -100,6 +100,8 @@ class OutriggerSamplerAdvanced(io.ComfyNode):
         sigmas: Any = None,
         noise: Any = None,
         shift: float = 0.0,
+        max_shift: float = 0.0,
+        base_shift: float = 0.5,
     ) -> io.NodeOutput:
         widgets = in_our_words(
             settings.SampleSettings,
@@ -113,6 +115,8 @@ class OutriggerSamplerAdvanced(io.ComfyNode):
             end_at_step=end_at_step,
             leftover_noise=_is_on("return_with_leftover_noise", return_with_leftover_noise),
             shift=shift,
+            max_shift=max_shift,
+            base_shift=base_shift,
         )
         convert.to_latent(latent_image, "latent_image")
         given = {

@@ -29,16 +29,13 @@ from .progress import ReportProgress
 from .protocol import Conditioning, Sample
 from .regions import pair_areas, resolve_region
 from .replicas import Replicas
+from .sample_inputs import flow_table, noise_of, sigmas_of
 from .sampling import (
     SAMPLERS,
     FlowTable,
-    check_sigmas,
-    cut_sigmas,
-    draw_noise,
     fit_empty_latent,
     fit_noise_mask,
     from_model_space,
-    make_sigmas,
     resize_empty_latent,
     run_sampler,
     to_model_space,
@@ -126,12 +123,11 @@ class Pipeline:
         """The latent after sampling, float32 on the CPU, on every rank: what KSampler returns for the same widgets."""
         form, family = self._family.latent, self._family
         latent = self._fitted(request)
-        shift = request.settings.shift or family.shift
-        table = FlowTable(shift=shift, multiplier=family.timestep_scale, size=family.sigma_table)
-        sigmas = _sigmas(request, table)
+        table = flow_table(request.settings, family, latent.shape)
+        sigmas = sigmas_of(request, table)
         if not len(sigmas):
             return latent
-        noise = _noise(request, latent).to(self._mesh.device)
+        noise = noise_of(request, latent).to(self._mesh.device)
         latent = to_model_space(latent.to(self._mesh.device), mean=form.mean, std=form.std)
         mask = None if request.noise_mask is None else fit_noise_mask(request.noise_mask, noise.shape)
         reporter = self._step_reporter(request, progress)
@@ -250,34 +246,6 @@ class StepReporter:
     def check(self) -> None:
         """Stand at the step last told, between two model calls of it; the job may be cancelled here too."""
         self._progress(SAMPLING, self._step, self._total)
-
-
-def _sigmas(request: Sample, table: FlowTable) -> torch.Tensor:
-    """The sigmas of the steps to run, on the CPU; none where there is nothing to do."""
-    settings = request.settings
-    if request.sigmas is not None:
-        sigmas = check_sigmas(request.sigmas.cpu())
-    else:
-        names = {"sampler_name": settings.sampler_name, "denoise": settings.denoise}
-        sigmas = make_sigmas(settings.scheduler, settings.steps, table=table, **names)
-    steps = {"start": settings.start_at_step, "end": settings.end_at_step}
-    return cut_sigmas(sigmas, **steps, leftover_noise=settings.leftover_noise)
-
-
-def _noise(request: Sample, latent: torch.Tensor) -> torch.Tensor:
-    """The noise to start from, of the latent's shape, on the CPU."""
-    if request.noise is not None:
-        noise = request.noise.float().cpu()
-        noise = noise.unsqueeze(2) if noise.ndim == latent.ndim - 1 else noise
-        if noise.shape != latent.shape:
-            raise ValueError(
-                f"the noise has shape {tuple(noise.shape)}, but this model samples {tuple(latent.shape)}: connect a latent "
-                f"of this model, so that the noise is made for it"
-            )
-        return noise
-    if not request.settings.add_noise:
-        return torch.zeros_like(latent)
-    return draw_noise(latent.shape, seed=request.settings.seed, batch_index=request.batch_index)
 
 
 def _dtype(settings: ModelSettings, mesh: Mesh) -> torch.dtype:

@@ -192,7 +192,8 @@ class SampleSettings(Settings):
 
     `add_noise` False starts from the latent as it is. The steps run are those from `start_at_step` to `end_at_step`;
     where the end cuts the schedule short, the last one still goes to sigma 0, unless `leftover_noise` is wanted.
-    `shift` is the sigma shift of flow models, 0 for the model's own.
+    `shift` is the sigma shift of flow models, 0 for the model's own. Where `max_shift` is not 0, the shift follows from the
+    size of the picture instead, as ModelSamplingFlux sets it: between `base_shift` and it.
     """
 
     seed: int = Field(default=0, ge=0, le=0xFFFFFFFFFFFFFFFF)
@@ -206,6 +207,17 @@ class SampleSettings(Settings):
     end_at_step: int = Field(default=10000, ge=0, le=10000)
     leftover_noise: bool = False
     shift: float = Field(default=0.0, ge=0.0, le=100.0, allow_inf_nan=False)
+    max_shift: float = Field(default=0.0, ge=0.0, le=100.0, allow_inf_nan=False)
+    base_shift: float = Field(default=0.5, ge=0.0, le=100.0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _one_shift(self) -> SampleSettings:
+        if self.shift and self.max_shift:
+            raise ValueError(
+                f"shift {self.shift:g} and max_shift {self.max_shift:g} are both set: set one of them to 0; max_shift is for "
+                f"a shift that follows from the size of the picture"
+            )
+        return self
 
     @property
     def needs_negative(self) -> bool:

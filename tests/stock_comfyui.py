@@ -36,13 +36,16 @@ class VelocityNet(torch.nn.Module):
         return velocity(x, timestep)
 
 
-def analytic_model():
-    """ComfyUI's MODEL around `velocity`, with Wan's latent format and shift."""
+def analytic_model(family: str = "wan"):
+    """ComfyUI's MODEL around `velocity`, with the latent format and shift of a family."""
     from comfy import model_base, model_management, model_patcher, supported_models
 
-    config = supported_models.WAN21_T2V({"image_model": "wan2.1", "model_type": "t2v"})
+    kind, config = {
+        "wan": (model_base.ModelType.FLOW, supported_models.WAN21_T2V({"image_model": "wan2.1", "model_type": "t2v"})),
+        "flux": (model_base.ModelType.FLUX, supported_models.Flux({"image_model": "flux", "guidance_embed": True})),
+    }[family]
     config.set_inference_dtype(torch.float32, None)
-    model = model_base.BaseModel(config, model_base.ModelType.FLOW, unet_model=VelocityNet)
+    model = model_base.BaseModel(config, kind, unet_model=VelocityNet)
     device = model_management.get_torch_device()
     return model_patcher.ModelPatcher(model, load_device=device, offload_device=device)
 
@@ -109,6 +112,20 @@ def sigmas(case: dict) -> torch.Tensor:
 
     names = {"sampler": case["sampler_name"], "scheduler": case["scheduler"]}
     return samplers.KSampler(Model(), case["steps"], torch.device("cpu"), denoise=case["denoise"], **names).sigmas
+
+
+def shifts(case: dict) -> torch.Tensor:
+    """KSampler's sigmas behind a node that sets the shift, then the sigmas of some percentages."""
+    from comfy import samplers
+    from comfy_extras import nodes_model_advanced
+
+    model = analytic_model(case["family"])
+    if case["node"]:
+        node = getattr(nodes_model_advanced, case["node"])
+        model = getattr(node(), node.FUNCTION)(model, **case["widgets"])[0]
+    sampler = samplers.KSampler(model, case["steps"], torch.device("cpu"), sampler="euler", scheduler=case["scheduler"])
+    percents = [model.get_model_object("model_sampling").percent_to_sigma(percent) for percent in case["percents"]]
+    return torch.cat([sampler.sigmas, torch.tensor(percents)])
 
 
 def noise(case: dict) -> torch.Tensor:
@@ -253,6 +270,7 @@ def main(request_path: str, inputs_path: str, results_path: str) -> None:
     kinds = {
         "sigmas": sigmas,
         "layers": layers,
+        "shifts": shifts,
         "noise": noise,
         "regions": lambda case: regions(case, inputs),
         "previews": lambda case: preview(case, inputs),

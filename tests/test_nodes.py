@@ -745,6 +745,7 @@ def test_advanced_widgets_reach_the_request(pack, sidecar):
         ({"start_at_step": -1}, "^start_at_step is -1: set it to 0 or more"),
         ({"end_at_step": 10001}, "^end_at_step is 10001: set it to 10000 or less"),
         ({"shift": 101.0}, "^shift is 101.0: set it to 100"),
+        ({"shift": 3.0, "max_shift": 1.15}, "set one of them to 0"),
         ({"sigmas": 3}, "^sigmas: connect a scheduler"),
         ({"noise": 3}, "^noise: connect a noise node"),
         ({"noise": SimpleNamespace(seed=1, generate_noise=lambda latent: None)}, "^noise: make it again: .* NoneType"),

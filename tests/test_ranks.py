@@ -21,7 +21,8 @@ from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.protocol import Conditioning
-from runtime.sampling import FlowTable, make_sigmas
+from runtime.sample_inputs import flow_table
+from runtime.sampling import make_sigmas
 from runtime.settings import ModelSettings
 from tests.ranks import (
     Case,
@@ -232,7 +233,7 @@ def plain_euler(
     """What the request asks for, written out over an untouched diffusers model with the same random weights."""
     request = sample_request(case)
     x = torch.randn(case.latent, generator=torch.Generator().manual_seed(request.settings.seed))
-    table = FlowTable(shift=family.shift, multiplier=family.timestep_scale, size=family.sigma_table)
+    table = flow_table(request.settings, family, x.shape)
     sigmas = make_sigmas("simple", case.steps, table=table, sampler_name="euler")
     for sigma, following in pairwise(sigmas):
         guided = velocity(x, sigma, request.positive[0])

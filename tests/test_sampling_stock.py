@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from runtime import sampling
+from runtime.families import FAMILIES
+from runtime.sample_inputs import flow_table
 from runtime.sampling.noise import step_noise
-from runtime.settings import SAMPLER_NAMES, SCHEDULER_NAMES
+from runtime.settings import SAMPLER_NAMES, SCHEDULER_NAMES, SampleSettings
 from tests.stock import ask_comfyui, relative_error
 from tests.stock_comfyui import ANALYTIC, velocity
 
@@ -25,6 +27,20 @@ SIGMAS = [
         (("euler", 1.0), ("euler", 0.99995), ("uni_pc", 1.0), ("euler", 0.7), ("uni_pc", 0.3), ("euler", 0.0)),
     )
 ]
+SIZES = {"wan": (1, 16, 3, 60, 104), "flux": (1, 16, 90, 128)}
+NODES = {
+    "": {},
+    "ModelSamplingSD3": {"shift": 3.0},
+    "ModelSamplingAuraFlow": {"shift": 1.73},
+    "ModelSamplingFlux": {"max_shift": 1.2, "base_shift": 0.4},
+}
+"""Each node that sets the shift, and its widgets, which are ours too."""
+SHIFT_CASES = [
+    {"family": family, "node": node, "scheduler": scheduler, "steps": steps, "percents": [0.0, 0.1, 0.37, 0.9, 1.0]}
+    for family, node, scheduler, steps in product(SIZES, NODES, SCHEDULER_NAMES, (4, 7, 30))
+    if (family, node) not in (("wan", "ModelSamplingAuraFlow"), ("flux", "ModelSamplingSD3"))
+]
+"""The nodes that a family is used with: the other one of these two tells the model a timestep on the wrong scale."""
 NOISE = [
     {"shape": shape, "seed": seed, "batch_index": batch_index}
     for (shape, batch_index), seed in product(
@@ -78,10 +94,23 @@ def ask(folder, samples: list[dict], **more: list[dict]) -> dict[str, torch.Tens
     return ask_comfyui(folder, inputs=INPUTS, samples=[fixed | case for case in samples], **more)
 
 
+def stock_widgets(case: dict) -> dict:
+    """The case with the widgets of its node; ModelSamplingFlux is told the size of the picture."""
+    widgets, (high, wide) = NODES[case["node"]], SIZES[case["family"]][-2:]
+    size = {"width": 8 * wide, "height": 8 * high} if case["node"] == "ModelSamplingFlux" else {}
+    return case | {"widgets": widgets | size}
+
+
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
     """One run of ComfyUI for every test of this file but the last."""
-    return ask(tmp_path_factory.mktemp("stock"), [*SOME, *EDGES], sigmas=SIGMAS, noise=NOISE)
+    return ask(
+        tmp_path_factory.mktemp("stock"),
+        [*SOME, *EDGES],
+        sigmas=SIGMAS,
+        noise=NOISE,
+        shifts=[stock_widgets(case) for case in SHIFT_CASES],
+    )
 
 
 def test_sigmas_are_comfyuis_to_the_bit(stock):
@@ -94,6 +123,15 @@ def test_sigmas_are_comfyuis_to_the_bit(stock):
             continue
         ours = sampling.make_sigmas(case["scheduler"], case["steps"], table=table, **names)
         assert torch.equal(ours, theirs), case
+
+
+def test_shifts_are_those_of_comfyuis_nodes_and_families_to_the_bit(stock):
+    for number, case in enumerate(SHIFT_CASES):
+        settings = SampleSettings(**NODES[case["node"]])
+        table = flow_table(settings, FAMILIES[case["family"]], torch.Size(SIZES[case["family"]]))
+        sigmas = sampling.make_sigmas(case["scheduler"], case["steps"], table=table, sampler_name="euler")
+        percents = torch.tensor([table.percent_to_sigma(percent) for percent in case["percents"]])
+        assert torch.equal(torch.cat([sigmas, percents]), stock[f"shifts.{number}"]), case
 
 
 def test_noise_is_comfyuis_to_the_bit(stock):

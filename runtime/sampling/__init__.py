@@ -4,13 +4,14 @@ from .latents import fit_empty_latent, fit_noise_mask, from_model_space, resize_
 from .loop import run_sampler
 from .noise import draw_noise
 from .samplers import SAMPLERS, Denoise, ReportStep
-from .schedules import SCHEDULERS, FlowTable, check_sigmas, cut_sigmas, make_sigmas
+from .schedules import SCHEDULERS, FlowTable, FluxTable, check_sigmas, cut_sigmas, make_sigmas, shift_of_size
 
 __all__ = [
     "SAMPLERS",
     "SCHEDULERS",
     "Denoise",
     "FlowTable",
+    "FluxTable",
     "ReportStep",
     "check_sigmas",
     "cut_sigmas",
@@ -21,5 +22,6 @@ __all__ = [
     "make_sigmas",
     "resize_empty_latent",
     "run_sampler",
+    "shift_of_size",
     "to_model_space",
 ]

@@ -17,7 +17,8 @@ from .samplers import SAMPLERS
 class FlowTable:
     """The noise levels of a flow model: `sigma = shift * t / (1 + (shift - 1) * t)` for t in (0, 1], `size` of them.
 
-    `multiplier` times sigma is the timestep that the model is told. (ComfyUI's ModelSamplingDiscreteFlow.)
+    `multiplier` times sigma is the timestep that the model is told. (ComfyUI's ModelSamplingDiscreteFlow, which
+    ModelSamplingSD3 sets with the multiplier 1000, and ModelSamplingAuraFlow with 1.)
     """
 
     shift: float = 1.0
@@ -47,6 +48,23 @@ class FlowTable:
 
     def _shifted(self, t):
         return t if self.shift == 1.0 else self.shift * t / (1 + (self.shift - 1) * t)
+
+
+@dataclass(frozen=True)
+class FluxTable(FlowTable):
+    """The noise levels of Flux and its like: the same curve in finer steps, rounded differently. (ModelSamplingFlux.)"""
+
+    multiplier: float = 1.0
+    size: int = 10000
+
+    def _shifted(self, t):
+        return self.shift / (self.shift + (1 / t - 1))
+
+
+def shift_of_size(tokens: float, *, highest: float, base: float) -> float:
+    """The shift that ModelSamplingFlux sets: `exp` of what lies between `base`, for 256 tokens, and `highest`, for 4096."""
+    slope = (highest - base) / (4096 - 256)
+    return math.exp(tokens * slope + (base - slope * 256))
 
 
 def simple(table: FlowTable, steps: int) -> torch.Tensor:
