@@ -13,8 +13,9 @@ from typing import Any
 from .errors import Refused
 from .families import FAMILIES
 from .families.spec import FamilySpec
-from .layouts import Layout, Rows, transformer_part
-from .safetensors_header import TensorEntry, read_header
+from .layouts import Layout, Rows, renamed, transformer_part
+from .nunchaku_file import is_packed, read_packed
+from .safetensors_header import TensorEntry, read_header, read_metadata
 from .settings import TINY_SHAPES
 from .stored import PLAIN, Stored
 from .tiny_shapes import MODEL_FOLDER
@@ -237,6 +238,8 @@ def _file(path: Path) -> ModelFacts:
     if path.suffix.lower() not in (".safetensors", ".sft"):
         raise Refused(f"{path} is not a .safetensors file: choose one, or a diffusers folder")
     header = transformer_part(read_header(path))
+    if is_packed(header):
+        return _packed_file(path, header)
     layouts = {family.name: Layout.of(family, header) for family in FAMILIES.values()}
     alike = [family for family in FAMILIES.values() if _looks_like(family, layouts[family.name].shapes)]
     found: list[ModelFacts | Refused] = [_attempt(family, path, header, layouts[family.name]) for family in alike]
@@ -249,6 +252,18 @@ def _file(path: Path) -> ModelFacts:
             f"the file of one model. Choose one that is"
         )
     raise found[0] if found else Refused(_unknown(path, header))
+
+
+def _packed_file(path: Path, header: Mapping[str, TensorEntry]) -> ModelFacts:
+    """A file in 4 bits, which says its own configuration."""
+    file = read_packed(path, header, read_metadata(path), rename=renamed)
+    other = file.family.unsupported_config(file.config)
+    if other:
+        raise Refused(f"{path} is {other}, which is not available yet. Available: {file.family.title}")
+    plain = {name for name in file.names if name.rpartition(".")[0] not in file.stored}
+    _refuse_formats(path, {file.names[name]: header[file.names[name]] for name in plain})
+    source = Source(path, MappingProxyType(file.names))
+    return _facts(file.family, file.config, sources=(source,), shapes=file.shapes, stored=MappingProxyType(file.stored))
 
 
 def _unknown(path: Path, header: Mapping[str, TensorEntry]) -> str:

@@ -63,7 +63,8 @@ class Pipeline:
         sequence: Sequence,
         loras: Loras,
     ) -> None:
-        self._facts, self._family, self._settings, self._mesh = facts, facts.spec, settings, mesh
+        self.transformer = transformer
+        self.facts, self._family, self._settings, self._mesh = facts, facts.spec, settings, mesh
         self._sequence, self._loras = sequence, loras
         self._dtype = _dtype(settings, mesh)
         self._reader = ConditioningReader(facts.spec, transformer.config, dtype=self._dtype, device=mesh.device)
@@ -200,13 +201,13 @@ class Pipeline:
         """Where text encoder and tokenizer are. Raises `Refused` when there are none."""
         if self._family.text_encoders:
             raise Refused(f"{self._family.title} takes {self._family.text_encoders}")
-        folder, tokenizer = self._facts.text_encoder, self._facts.tokenizer
+        folder, tokenizer = self.facts.text_encoder, self.facts.tokenizer
         if self._settings.text_encoder != FROM_MODEL:
             folder = Path(self._settings.text_encoder)
             tokenizer = next((path for path in (folder.parent / "tokenizer", folder) if path.is_dir()), None)
         if folder is None or tokenizer is None:
             raise Refused(
-                f"{self._facts.name} comes without a text encoder: use a CLIP Loader (type wan) and CLIP Text Encode, or "
+                f"{self.facts.name} comes without a text encoder: use a CLIP Loader (type wan) and CLIP Text Encode, or "
                 f"choose the text_encoder folder of a diffusers model in Load Model"
             )
         return folder, tokenizer
@@ -219,10 +220,10 @@ class Pipeline:
     def _vae(self, progress: ReportProgress) -> Autoencoder:
         """The VAE, read when it is first asked for. Raises `Refused` when there is none."""
         if self._autoencoder is None:
-            path = self._facts.vae if self._settings.vae == FROM_MODEL else Path(self._settings.vae)
+            path = self.facts.vae if self._settings.vae == FROM_MODEL else Path(self._settings.vae)
             if path is None:
                 raise Refused(
-                    f"{self._facts.name} comes without a VAE: use a VAE Loader with VAE Decode or VAE Encode, or choose a "
+                    f"{self.facts.name} comes without a VAE: use a VAE Loader with VAE Decode or VAE Encode, or choose a "
                     f"VAE in Load Model"
                 )
             progress(LOADING, 0, 1)

@@ -16,6 +16,7 @@ from .errors import Refused
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 MAX_DIMS = 16
+METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,19 @@ class TensorEntry:
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Every tensor of a file, by name. Raises `Refused` when the file is not what its name says."""
+    header, data_bytes = _read(path)
+    header.pop(METADATA, None)
+    return _checked(path, header, data_bytes=data_bytes)
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The texts that a file has beside its tensors. Raises `Refused` as `read_header` does."""
+    texts = _read(path)[0].get(METADATA, {})
+    return {key: text for key, text in texts.items() if isinstance(text, str)} if isinstance(texts, dict) else {}
+
+
+def _read(path: Path) -> tuple[dict[str, Any], int]:
+    """The header as it stands, and how many bytes of data follow it."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -41,7 +55,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                 f"bytes, but the whole file has {size}. Download it again"
             )
         raw = file.read(length)
-    return _checked(path, _decoded(path, raw), data_bytes=size - 8 - length)
+    return _decoded(path, raw), size - 8 - length
 
 
 def _what_it_is(path: Path) -> str:
@@ -67,7 +81,6 @@ def _decoded(path: Path, raw: bytes) -> dict[str, Any]:
         raise Refused(f"{path} is not a .safetensors file{_what_it_is(path)}: its header is not JSON") from error
     if not isinstance(header, dict):
         raise Refused(f"{path} is not a .safetensors file: its header is not a table of tensors")
-    header.pop("__metadata__", None)
     return header
 
 

@@ -28,7 +28,17 @@ COMPUTE = (
     "encoders",
     "pipeline",
 )
-FACTS = ("families", "safetensors_header", "stored", "layouts", "inspection", "machine", "degrees", "plan")
+FACTS = (
+    "families",
+    "safetensors_header",
+    "stored",
+    "layouts",
+    "nunchaku_file",
+    "inspection",
+    "machine",
+    "degrees",
+    "plan",
+)
 """Read without torch, by the server as well."""
 NODES_MAY_IMPORT = {"runtime", "runtime.settings", "runtime.protocol", "runtime.client", "runtime.errors"}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}

@@ -8,6 +8,13 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import bench, generate, plan, serve, verify
+from . import bench, generate, plan, quantize, serve, verify
 
-COMMANDS: dict[str, ModuleType] = {"serve": serve, "generate": generate, "plan": plan, "verify": verify, "bench": bench}
+COMMANDS: dict[str, ModuleType] = {
+    "serve": serve,
+    "generate": generate,
+    "plan": plan,
+    "verify": verify,
+    "quantize": quantize,
+    "bench": bench,
+}

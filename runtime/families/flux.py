@@ -9,7 +9,17 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from .spec import FamilySpec, Fused, LatentFormat, LinearShard, Shapes, TensorSplit, TokenPlace, TokenSplit
+from .spec import (
+    FamilySpec,
+    Fused,
+    LatentFormat,
+    LinearShard,
+    PackedLinear,
+    Shapes,
+    TensorSplit,
+    TokenPlace,
+    TokenSplit,
+)
 
 PATCH = (2, 2)
 RENAMES = (
@@ -160,6 +170,20 @@ TINY = MappingProxyType(
 )
 """For tests: 4 heads of 32, 2 double and 2 single blocks."""
 
+_DOUBLE, _SINGLE = "transformer_blocks.{}.", "single_transformer_blocks.{}."
+NUNCHAKU = (
+    PackedLinear(_DOUBLE + "qkv_proj", tuple(f"{_DOUBLE}attn.to_{x}" for x in "qkv")),
+    PackedLinear(_DOUBLE + "qkv_proj_context", tuple(f"{_DOUBLE}attn.add_{x}_proj" for x in "qkv")),
+    PackedLinear(_DOUBLE + "out_proj", (_DOUBLE + "attn.to_out.0",)),
+    PackedLinear(_DOUBLE + "out_proj_context", (_DOUBLE + "attn.to_add_out",)),
+    PackedLinear(_DOUBLE + "mlp_fc1", (_DOUBLE + "ff.net.0.proj",)),
+    PackedLinear(_DOUBLE + "mlp_fc2", (_DOUBLE + "ff.net.2",)),
+    PackedLinear(_DOUBLE + "mlp_context_fc1", (_DOUBLE + "ff_context.net.0.proj",)),
+    PackedLinear(_DOUBLE + "mlp_context_fc2", (_DOUBLE + "ff_context.net.2",)),
+    PackedLinear(_SINGLE + "qkv_proj", tuple(f"{_SINGLE}attn.to_{x}" for x in "qkv")),
+    PackedLinear(_SINGLE + "mlp_fc1", (_SINGLE + "proj_mlp",)),
+)
+
 FLUX = FamilySpec(
     name="flux",
     title="Flux.1 dev or Kontext",
@@ -225,6 +249,8 @@ FLUX = FamilySpec(
     vae_class="AutoencoderKL",
     text_length=512,
     tiny=TINY,
+    nunchaku=NUNCHAKU,
+    after_gelu=rf"{DOUBLE}\.(ff|ff_context)\.net\.2",
     pooled_width="pooled_projection_dim",
     packed=True,
     timestep_scale=1.0,

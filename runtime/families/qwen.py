@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .spec import FamilySpec, LinearShard, Rebuilt, Shapes, TensorSplit, TokenPlace, TokenSplit, Variant
+from .spec import FamilySpec, LinearShard, PackedLinear, Rebuilt, Shapes, TensorSplit, TokenPlace, TokenSplit, Variant
 from .wan import LATENT
 
 PATCH = (1, 2, 2)
@@ -119,6 +119,14 @@ QWEN = FamilySpec(
     vae_class="AutoencoderKLQwenImage",
     text_length=512,
     tiny=TINY,
+    nunchaku=(
+        PackedLinear("transformer_blocks.{}.attn.to_qkv", tuple(f"transformer_blocks.{{}}.attn.to_{x}" for x in "qkv")),
+        PackedLinear(
+            "transformer_blocks.{}.attn.add_qkv_proj",
+            tuple(f"transformer_blocks.{{}}.attn.add_{x}_proj" for x in "qkv"),
+        ),
+    ),
+    after_gelu=rf"{BLOCK}\.(img|txt)_mlp\.net\.2",
     packed=True,
     timestep_scale=1.0,
     sigma_table=10000,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -98,6 +98,16 @@ class TensorSplit:
 
 
 @dataclass(frozen=True)
+class PackedLinear:
+    """A 4-bit Linear of Nunchaku's files: its name there, and the Linears of the class of which it has the rows one after
+    the other; `{}` stands for the number of the block.
+    """
+
+    stored: str
+    linears: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Rebuilt:
     """A module whose tables are computed, not stored: built again with these arguments, read from the configuration.
 
@@ -140,7 +150,8 @@ class FamilySpec:
     the configuration; so is `positions`, where the model has a table of them: how many patches it goes to along each dim.
     `references` are the ways in which reference latents can be placed, its own one first, and `beside` is what it takes
     beside the channels of the latent. `text_encoders` says, where the model's own cannot be used yet, what they are and the
-    way out.
+    way out. `nunchaku` are the 4-bit Linears that Nunchaku's files name in their own way or fuse; `after_gelu` is a pattern
+    of those whose input is the output of a GELU.
     """
 
     name: str
@@ -170,6 +181,8 @@ class FamilySpec:
     vae_class: str
     text_length: int
     tiny: Mapping[str, Any]
+    nunchaku: tuple[PackedLinear, ...] = ()
+    after_gelu: str = ""
     pooled_width: str = ""
     positions: str = ""
     packed: bool = False
@@ -179,6 +192,22 @@ class FamilySpec:
     beside: tuple[Literal["picture", "mask"], ...] = ()
     text_encoders: str = ""
     fused: tuple[Fused, ...] = ()
+
+    def packed_linears(self, linears: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """The 4-bit Linears of a file with the Linears of each, of those that the class has."""
+        waiting = {name: re.search(r"\.(\d+)\.", name) for name in linears if self.four_bit(name)}
+        found: dict[str, tuple[str, ...]] = {}
+        for block in sorted({int(number[1]) for number in waiting.values() if number}):
+            for packed in self.nunchaku:
+                names = tuple(name.format(block) for name in packed.linears)
+                if waiting.keys() >= set(names):
+                    found[packed.stored.format(block)] = names
+        fused = {name for names in found.values() for name in names}
+        return found | {name: (name,) for name in waiting if name not in fused}
+
+    def follows_gelu(self, linear: str) -> bool:
+        """Whether the input of a Linear is the output of a GELU."""
+        return bool(self.after_gelu and re.fullmatch(self.after_gelu, linear))
 
     def four_bit(self, linear: str) -> bool:
         """Whether a Linear may be held in 4 bits: one of a block that tensor parallel cuts in two halves of a pair, which

@@ -193,4 +193,5 @@ WAN = FamilySpec(
     vae_class="AutoencoderKLWan",
     text_length=512,
     tiny=TINY,
+    after_gelu=r"blocks\.\d+\.ffn\.net\.2",
 )

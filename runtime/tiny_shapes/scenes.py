@@ -144,6 +144,13 @@ HELD_OUT_CLIPS: tuple[str, ...] = tuple(
     for index in range(8)
 )
 """Eight moving prompts of the same kind, two for each direction."""
+CALIBRATION: tuple[str, ...] = tuple(
+    format_prompt(
+        Scene(*TRAINING_COMBINATIONS[index * 7 % len(TRAINING_COMBINATIONS)], list(POSITIONS)[index % 5]), index
+    )
+    for index in range(12)
+)
+"""Twelve prompts of combinations that were drawn in training, to make a quantised model from."""
 
 
 def random_scene(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from .tensors import Packing
 ON_LOAD_RANK = 32
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 """What the largest number of a group is tried to be cut to: cutting it rounds the others more finely."""
+EXACT_WIDTH, OVERSAMPLING, ITERATIONS = 512, 16, 4
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def on_load_rank(n: int, k: int) -> int:
     return min(ON_LOAD_RANK, min(n, k) // FRAGMENT * FRAGMENT)
 
 
-def round_weight(weight: torch.Tensor, form: Format) -> Rounded:
+def round_weight(weight: torch.Tensor, form: Format, *, shrinks: Sequence[float] = SHRINKS) -> Rounded:
     """To the nearest codes, with the scales of which the squared error is least. `weight` is float32."""
     groups = weight.unflatten(1, (-1, form.group))
     largest = groups.abs().amax(-1, keepdim=True)
@@ -49,7 +51,7 @@ def round_weight(weight: torch.Tensor, form: Format) -> Rounded:
     if form.is_float:
         tensor_scale = (largest.max() / (E2M1_MAX * E4M3_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
     best = best_error = None
-    for shrink in SHRINKS:
+    for shrink in shrinks:
         scales = stored_scales(largest * shrink / tensor_scale, form)
         step = (scales * tensor_scale).where(scales > 0, 1)
         values = round_to_codes(groups / step, form)
@@ -70,9 +72,24 @@ def stored_scales(largest: torch.Tensor, form: Format) -> torch.Tensor:
     return (largest / INT4_MAX).to(form.scale_dtype).float()
 
 
+def round_nearest(weight: torch.Tensor, form: Format) -> Rounded:
+    """To the nearest codes, with the largest number of each group as it is."""
+    return round_weight(weight, form, shrinks=SHRINKS[:1])
+
+
 def low_rank(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The nearest matrix of that rank, as `up (N, rank)` and `down (rank, K)` (Eckart & Young 1936)."""
-    left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
+    """The nearest matrix of that rank (Eckart & Young 1936), as `up (N, rank)` and `down (rank, K)`.
+
+    Of a large weight nearly that, by iteration on a random subspace (Halko et al. 2011, arXiv:0909.4061).
+    """
+    if min(weight.shape) <= EXACT_WIDTH:
+        left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
+    else:
+        basis = torch.randn(weight.shape[1], rank + OVERSAMPLING, generator=torch.Generator().manual_seed(0)).to(weight)
+        for _ in range(ITERATIONS):
+            basis = torch.linalg.qr(weight.T @ torch.linalg.qr(weight @ basis).Q).Q
+        left, sizes, small = torch.linalg.svd(weight @ basis, full_matrices=False)
+        right = small @ basis.T
     root = sizes[:rank].sqrt()
     return left[:, :rank] * root, root[:, None] * right[:rank]
 

@@ -1,0 +1,99 @@
+"""Inputs of a model's Linears, kept from runs of it on disk: memory holds no more than one call's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..errors import Refused
+from ..inspection import ModelFacts
+from ..pipeline import Pipeline
+from ..progress import ReportProgress, ignore_progress
+from ..protocol import Conditioning, Sample
+from ..settings import ModelSettings, SampleSettings
+
+STAGE = "calibration"
+RANDOM_TOKENS = 64
+"""Length of the drawn prompts of a model without a text encoder."""
+
+
+def keep_inputs(
+    pipeline: Pipeline,
+    linears: Iterable[str],
+    folder: Path,
+    *,
+    settings: ModelSettings,
+    prompts: Sequence[str],
+    latent: tuple[int, ...],
+    steps: int,
+    tokens: int,
+    progress: ReportProgress,
+) -> None:
+    """Run each prompt, and write some `tokens` inputs of each Linear to a file of its name: rows of float32."""
+    per_call = -(-tokens // (len(prompts) * steps))
+    generator = torch.Generator().manual_seed(0)
+    with ExitStack() as stack:
+        for name in linears:
+            file = stack.enter_context(input_file(folder, name).open("wb"))
+            hook = partial(_keep, file=file, count=per_call, generator=generator)
+            handle = pipeline.transformer.get_submodule(name).register_forward_pre_hook(hook)
+            stack.callback(handle.remove)
+        for number, prompt in enumerate(prompts):
+            progress(STAGE, number, len(prompts))
+            pipeline.sample(_request(pipeline, settings, prompt, latent, steps, number), progress=ignore_progress)
+        progress(STAGE, len(prompts), len(prompts))
+
+
+def read_inputs(folder: Path, name: str, width: int) -> torch.Tensor:
+    """The inputs of a Linear, `(T, width)`. Raises `Refused` when no run reached it."""
+    path = input_file(folder, name)
+    if not path.is_file() or not path.stat().st_size:
+        raise Refused(f"no input of {name} was seen in the runs: give more prompts or steps")
+    return torch.from_numpy(np.fromfile(path, dtype=np.float32)).reshape(-1, width)
+
+
+def input_file(folder: Path, name: str) -> Path:
+    """Where the inputs of a Linear are kept."""
+    return folder / f"{name}.inputs"
+
+
+def _keep(module: nn.Module, args: tuple[Any, ...], *, file: BinaryIO, count: int, generator: torch.Generator) -> None:
+    rows = args[0].flatten(0, -2)
+    chosen = torch.randperm(len(rows), generator=generator)[:count]
+    file.write(rows[chosen.to(rows.device)].float().cpu().numpy().tobytes())
+
+
+def _request(
+    pipeline: Pipeline, settings: ModelSettings, prompt: str, latent: tuple[int, ...], steps: int, number: int
+) -> Sample:
+    """A run of a prompt; where the model has no text encoder of its own, of a drawn one."""
+    facts = pipeline.facts
+    has_text = facts.text_encoder is not None and not facts.spec.text_encoders
+    texts = (prompt, "")
+    positive, negative = (
+        pipeline.encode_text(text, progress=ignore_progress) if has_text else drawn_prompt(facts, 2 * number + place)
+        for place, text in enumerate(texts)
+    )
+    return Sample(
+        job="quantize",
+        model=settings,
+        settings=SampleSettings(steps=steps, seed=number),
+        positive=(positive,),
+        negative=(negative,),
+        latent=torch.zeros(latent),
+    )
+
+
+def drawn_prompt(facts: ModelFacts, seed: int) -> Conditioning:
+    """Random numbers in the shape of an encoded prompt."""
+    generator, spec = torch.Generator().manual_seed(seed), facts.spec
+    pooled = torch.randn(1, facts.config[spec.pooled_width], generator=generator) if spec.pooled_width else None
+    embedding = torch.randn(1, RANDOM_TOKENS, facts.config[spec.text_width], generator=generator)
+    return Conditioning(embedding=embedding, pooled=pooled)

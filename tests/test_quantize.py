@@ -1,0 +1,168 @@
+"""Quantising does less harm than rounding to the nearest, goes on where it ended, and writes what Load Model reads."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from runtime.bench.quant import bytes_ratio, draw, quantize_settings, rounded_to_nearest
+from runtime.commands import COMMANDS
+from runtime.errors import Cancelled, Refused
+from runtime.inspection import inspect_model
+from runtime.mesh import Mesh
+from runtime.pipeline import Pipeline
+from runtime.progress import ignore_progress
+from runtime.quant.svdquant.formats import INT4, NVFP4, UNSIGNED_INT4
+from runtime.quantize.job import quantize
+from runtime.quantize.layer import fit_linear, nearest_error
+from runtime.settings import TINY_SHAPES, ModelSettings
+from runtime.tiny_shapes.evaluate import judge
+from runtime.tiny_shapes.scenes import HELD_OUT
+from tests.ranks import Case, relative_error, run_as_threads, run_case, run_on_one
+from tests.test_svdquant_ranks import FLIP_LIMIT
+
+SMALL = {"prompts": ("a", "b"), "steps": 2, "tokens": 256}
+RANK = 16
+
+
+def drawn_layer(outliers: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight with a decaying spectrum `(256, 256)` and inputs `(768, 256)`, of which some features are 30 times as large."""
+    generator = torch.Generator().manual_seed(4)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    sizes = torch.exp(-torch.arange(256) / 40)
+    weight = torch.linalg.qr(normal(256, 256)).Q * sizes @ torch.linalg.qr(normal(256, 256)).Q
+    x = normal(768, 256)
+    x[:, torch.randperm(256, generator=generator)[:outliers]] *= 30
+    return weight, x
+
+
+@pytest.mark.parametrize("form", [INT4, UNSIGNED_INT4, NVFP4], ids=lambda form: f"{form.name} {form.unsigned}")
+def test_a_fit_to_inputs_with_outliers_beats_the_nearest(form):
+    weight, x = drawn_layer(outliers=6)
+    x = torch.nn.functional.gelu(x) if form.unsigned else x
+    fitted = fit_linear(weight, x[256:], form=form, rank=32)
+    ratio = fitted.error_on(x[:256], weight, form=form) / nearest_error(
+        weight, x[:256], form=INT4 if form.unsigned else form
+    )
+    print(f"error {ratio:.2f} of rounding to the nearest")
+    assert ratio < 0.3
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """tiny-shapes in 4 bits, as the command makes it, and its report."""
+    path = tmp_path_factory.mktemp("made") / "tiny-shapes.safetensors"
+    return path, quantize(quantize_settings(), path, progress=ignore_progress)
+
+
+def test_every_linear_of_tiny_shapes_is_better_off_than_rounded_to_the_nearest(made):
+    ratios = torch.tensor([report.error / report.error_nearest for report in made[1]])
+    print(f"median {ratios.median():.2f}, worst {ratios.max():.2f}")
+    assert len(ratios) == 40
+    assert ratios.median() < 0.5 and ratios.max() < 1
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(16, marks=pytest.mark.full)])
+def test_pictures_in_4_bits_are_the_pictures(made, count):
+    plain, four_bit = (
+        Pipeline.load(ModelSettings(model=model), mesh=Mesh.single(), progress=ignore_progress)
+        for model in (TINY_SHAPES, str(made[0]))
+    )
+    reference, pictures, nearest = (draw(plain, each, count) for each in (plain, four_bit, rounded_to_nearest()))
+    decibels = [(-10 * (each - reference).square().flatten(1).mean(1).log10()).median() for each in (pictures, nearest)]
+    right = sum(judge(prompt, frame[None].numpy()).right for prompt, frame in zip(HELD_OUT, pictures, strict=False))
+    print(f"{decibels[0]:.1f} dB, rounded to the nearest {decibels[1]:.1f} dB, {right} of {count} right")
+    assert decibels[0] > 28 and decibels[0] > decibels[1] + 2
+    assert right >= 0.85 * count
+
+
+def test_the_file_says_what_it_is(made):
+    facts = inspect_model(str(made[0]))
+    assert facts.config["num_layers"] == 4 and facts.family == "wan"
+    assert facts.stored["blocks.0.ffn.net.2"].kind == "svdquant-int4-unsigned"
+    assert {stored.kind for stored in facts.stored.values()} == {"svdquant-int4", "svdquant-int4-unsigned"}
+    with safe_open(made[0], framework="pt") as file:
+        metadata = file.metadata()
+    assert json.loads(metadata["quantization_config"])["weight"] == {
+        "dtype": "int4",
+        "scale_dtype": None,
+        "group_size": 64,
+    }
+    assert 0.28 < bytes_ratio() < 0.29
+    assert not list(made[0].parent.glob("*.parts*"))
+
+
+@pytest.mark.parametrize("degrees", [{"tensor": 2}, {"cfg": 2, "ulysses": 2}, {"ring": 2, "tensor": 2}], ids=str)
+def test_the_file_over_ranks_is_the_file_on_one(made, degrees):
+    case = Case(model=str(made[0]), steps=2, degrees=degrees)
+    [reference] = run_on_one([case])
+    for result in run_as_threads(degrees, lambda mesh: run_case(case, mesh, {})):
+        print(f"{relative_error(result, reference):.1e}")
+        assert relative_error(result, reference) < FLIP_LIMIT  # 3e-6 where no activation rounds another way
+
+
+def test_a_job_goes_on_where_it_was_stopped(tmp_path):
+    settings = quantize_settings(model="random:wan", latent=(1, 16, 1, 8, 8), rank=RANK, **SMALL)
+    whole, stopped = tmp_path / "whole.safetensors", tmp_path / "stopped.safetensors"
+    quantize(settings, whole, progress=ignore_progress)
+    seen = []
+
+    def stop(stage, step, total, **_):
+        seen.append((stage, step))
+        if (stage, step) == ("quantizing", 7):
+            raise Cancelled
+
+    with pytest.raises(Cancelled):
+        quantize(settings, stopped, progress=stop)
+    assert not stopped.exists()
+    with pytest.raises(Refused, match=r"has parts of another job"):
+        quantize(quantize_settings(model="random:wan", rank=32), stopped, progress=ignore_progress)
+    parts = {path: path.stat().st_mtime_ns for path in (tmp_path / "stopped.safetensors.parts").glob("*.report")}
+    assert len(parts) == 7
+    seen.clear()
+    quantize(settings, stopped, progress=lambda stage, step, total, **_: seen.append((stage, step)))
+    assert "calibration" not in {stage for stage, _ in seen}
+    assert stopped.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.parametrize(("family", "kind"), [("flux", "svdquant-int4"), ("qwen", "svdquant-nvfp4")])
+def test_fused_linears_are_read_by_thirds(family, kind, tmp_path):
+    """Written fused, as Nunchaku has them; read as the three of the class, whole and over ranks."""
+    path = tmp_path / f"{family}.safetensors"
+    latent = {"flux": (1, 16, 8, 8), "qwen": (1, 16, 1, 8, 8)}[family]
+    settings = quantize_settings(model=f"random:{family}", kind=kind, latent=latent, rank=RANK, **SMALL)
+    quantize(settings, path, progress=ignore_progress)
+    with safe_open(path, framework="pt") as file:
+        fused = next(name for name in file.keys() if name.endswith(("qkv_proj.qweight", "to_qkv.qweight")))  # noqa: SIM118
+        assert file.get_slice(fused).get_shape()[0] == 3 * 128
+    facts = inspect_model(str(path))
+    linears = [name for name in facts.stored if name.endswith(("to_q", "to_k", "to_v"))]
+    assert {facts.stored[name].rows for name in linears} == {(0, 128), (128, 256), (256, 384)}
+    case = Case(model=str(path), family=family, latent=latent, steps=2)
+    [plain] = run_on_one([Case(model=f"random:{family}", latent=latent, steps=2)])
+    [reference] = run_on_one([case])
+    assert 1e-3 < relative_error(reference, plain) < 1
+    for result in run_as_threads({"tensor": 2}, lambda mesh: run_case(case, mesh, {})):
+        assert relative_error(result, reference) < 0.1
+
+
+def test_the_command_refuses_what_cannot_be_made(tmp_path):
+    from runtime.commands.parser import parser_of
+
+    parser = parser_of(COMMANDS)
+    for words, says in (
+        (["--rank", "20"], "rank 20 is not a multiple of 16"),
+        (["--out", "x.bin"], "has to end with .safetensors"),
+        (["--steps", "0"], "steps 0"),
+    ):
+        chosen = parser.parse_args(
+            ["quantize", "--model", "random:wan", "--out", str(tmp_path / "x.safetensors"), *words]
+        )
+        with pytest.raises(Refused, match=says):
+            chosen.run(chosen)
