@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
@@ -14,11 +15,10 @@ from torch import nn
 
 from .configuration import building, check_values
 from .errors import Refused
-from .inspection import ModelFacts
+from .inspection import ModelFacts, Source
 from .layouts import Rows
 from .linear import LocalPart, local_part
-from .offload.layout import Held, Layout
-from .offload.weights import FileWeights
+from .offload.tensor_file import TensorFile
 from .parallel.shares import WHOLE, RowsOf
 from .positions import CentredPositions
 from .progress import ReportProgress
@@ -36,6 +36,10 @@ HOST = torch.device("cpu")
 
 Shapes = Mapping[str, torch.Size]
 """The full shape of each tensor of a model, by the name its class has for it."""
+
+
+OpenFile = Callable[[Path], Any]
+_mapped = partial(safe_open, framework="pt", device="cpu")
 
 
 @dataclass(frozen=True)
@@ -108,50 +112,27 @@ def fill_transformer(
     if facts.sources:
         _check_names(shapes, facts)
         left_out = streamed.names if streamed.from_file else ()
-        tensors = _stored(model, shapes, facts, wanted=lambda name: name not in left_out)
+        open_file = TensorFile if streamed.from_file else _mapped
+        tensors = _stored(model, shapes, facts, open_file, wanted=lambda name: name not in left_out)
     else:
         tensors = _random_parts(model, shapes)
     stride = -(-len(shapes) // REPORTS)
     for count, (name, tensor) in enumerate(tensors, start=1):
         if tensor is not None:
             place = HOST if name in streamed.names else device
-            local_part(model, name).place(tensor.to(device=place, dtype=_dtype_of(name, tensor, facts, dtype)))
+            local_part(model, name).place(tensor.to(device=place, dtype=held_dtype(name, tensor, facts, dtype)))
         if count % stride == 0 or count == len(shapes):
             progress(STAGE, count, len(shapes))
     for module in model.modules():
         for leaf, table in module.named_buffers(recurse=False):
             setattr(module, leaf, table.to(device))
+    absent = tuple(f"{block}." for block in streamed.blocks if streamed.from_file)
     for name, tensor in model.named_parameters():
-        if tensor.is_meta and not streamed.from_file:
+        if tensor.is_meta and not name.startswith(absent):
             raise RuntimeError(f"{name} of {facts.spec.transformer_class} was left without a value")
 
 
-def file_weights(
-    model: nn.Module, facts: ModelFacts, names: Sequence[str], *, shapes: Shapes, dtype: torch.dtype
-) -> FileWeights:
-    """This rank's part of these tensors, to be read from the file each time.
-
-    Raises `Refused` where the file does not have them as they are used.
-    """
-    held = [_held(local_part(model, name), name, facts, dtype) for name in names]
-
-    def read() -> Iterator[torch.Tensor]:
-        return (tensor for _, tensor in _stored(model, shapes, facts, wanted=frozenset(names).__contains__))
-
-    return FileWeights(Layout(held), read)
-
-
-def _held(part: LocalPart, name: str, facts: ModelFacts, dtype: torch.dtype) -> Held:
-    parameter = dict(part.module.named_parameters(recurse=False)).get(part.leaf)
-    if parameter is None:
-        raise Refused(
-            f"offload disk reads the weights of {facts.name} as its file has them, but {name} is converted when it is "
-            f"loaded: choose offload layerwise"
-        )
-    return Held(part.module, part.leaf, parameter.shape, _dtype_of(name, parameter, facts, dtype) or parameter.dtype)
-
-
-def _dtype_of(name: str, tensor: torch.Tensor, facts: ModelFacts, dtype: torch.dtype) -> torch.dtype | None:
+def held_dtype(name: str, tensor: torch.Tensor, facts: ModelFacts, dtype: torch.dtype) -> torch.dtype | None:
     """What a tensor is converted to; None for codes that another tensor scales, which stay as they are."""
     if not _is_number(tensor):
         return None
@@ -172,30 +153,37 @@ def _check_names(shapes: Shapes, facts: ModelFacts) -> None:
 
 
 def _stored(
-    model: nn.Module, shapes: Shapes, facts: ModelFacts, *, wanted: Callable[[str], bool]
+    model: nn.Module, shapes: Shapes, facts: ModelFacts, open_file: OpenFile, *, wanted: Callable[[str], bool]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """The name of each tensor that is wanted, and this rank's part of it (None for one it does without)."""
     for source in facts.sources:
         try:
-            with safe_open(source.path, framework="pt", device="cpu") as file:
+            with open_file(source.path) as file:
                 for name, stored in source.names.items():
                     if not wanted(name):
                         continue
-                    rows = source.rows.get(name, ())
-                    shape = tuple(file.get_slice(stored).get_shape())
-                    if rows:
-                        shape = (sum(span.stop - span.start for span in rows), *shape[1:])
-                    if shape != tuple(shapes[name]):
-                        raise Refused(
-                            f"{source.path}: {stored} has shape {shape}, but this {facts.spec.title} "
-                            f"needs {tuple(shapes[name])}: download the file again"
-                        )
-                    yield name, read_part(file, source.path, stored, local_part(model, name), rows)
+                    check_shape(file.get_slice(stored), name, shapes=shapes, source=source, facts=facts)
+                    part, rows = local_part(model, name), source.rows.get(name, ())
+                    yield name, read_part(file, source.path, stored, part, rows, open_file)
         except (OSError, SafetensorError) as error:
             raise Refused(f"{source.path} cannot be read: {error}") from error
 
 
-def read_part(file: safe_open, path: Path, stored: str, part: LocalPart | None, rows: Rows = ()) -> torch.Tensor | None:
+def check_shape(stored: Any, name: str, *, shapes: Shapes, source: Source, facts: ModelFacts) -> None:
+    """Raise `Refused` where a slice of a file is not of the shape that the model has for it."""
+    shape, rows = tuple(stored.get_shape()), source.rows.get(name, ())
+    if rows:
+        shape = (sum(span.stop - span.start for span in rows), *shape[1:])
+    if shape != tuple(shapes[name]):
+        raise Refused(
+            f"{source.path}: {source.names[name]} has shape {shape}, but this {facts.spec.title} "
+            f"needs {tuple(shapes[name])}: download the file again"
+        )
+
+
+def read_part(
+    file: Any, path: Path, stored: str, part: LocalPart | None, rows: Rows = (), open_file: OpenFile = _mapped
+) -> torch.Tensor | None:
     """All of a tensor (or of its `rows`), left in the open file; or a part, copied through an opening of its own: the pages
     that it comes from, and more around them, count as this process's memory for as long as a tensor is left in what they
     were read through.
@@ -205,7 +193,7 @@ def read_part(file: safe_open, path: Path, stored: str, part: LocalPart | None, 
     if part.cut == WHOLE:
         full = file.get_tensor(stored)
         return RowsOf(full, rows)[slice(None),] if rows else full
-    with safe_open(path, framework="pt", device="cpu") as own:
+    with open_file(path) as own:
         piece = own.get_slice(stored)
         return part.cut.take(RowsOf(piece, rows) if rows else piece)
 

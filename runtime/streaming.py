@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
 import torch
 from torch import nn
 
 from .blocks import BlockRunner
-from .checkpoint import Shapes, Streamed, file_weights
+from .checkpoint import Shapes, Streamed, check_shape, held_dtype
 from .errors import Refused
 from .inspection import ModelFacts
-from .linear import local_part, parallel_linear
+from .linear import LocalPart, local_part, parallel_linear
 from .offload.choice import streamed_blocks
 from .offload.layout import Held, Layout
-from .offload.weights import BlockWeights, HostWeights
+from .offload.tensor_file import TensorFile
+from .offload.weights import BlockWeights, FileWeights, HostWeights
+from .parallel.shares import WHOLE, RowsOf
 from .quant.core import Core
 from .settings import MemorySettings, amount_of
 
@@ -63,11 +68,48 @@ def stream_weights(
 ) -> None:
     """Have the weights of the streamed blocks come in before each runs, and go out after it."""
     weights: dict[nn.Module, BlockWeights] = {}
+    files = {source.path: TensorFile(source.path) for source in facts.sources if streamed.from_file}
     for block, names in streamed.blocks.items():
         module = transformer.get_submodule(block)
         if streamed.from_file:
-            weights[module] = file_weights(transformer, facts, names, shapes=shapes, dtype=dtype)
+            weights[module] = _file_weights(transformer, facts, names, files, shapes=shapes, dtype=dtype)
         else:
             weights[module] = HostWeights(Layout(Held.all_of(module)), pinned=device.type == "cuda")
     if weights:
         BlockRunner(weights, prefetch=amount_of(memory.prefetch, len(weights)), device=device)
+
+
+def _file_weights(
+    transformer: nn.Module,
+    facts: ModelFacts,
+    names: Sequence[str],
+    files: Mapping[Path, TensorFile],
+    *,
+    shapes: Shapes,
+    dtype: torch.dtype,
+) -> FileWeights:
+    """This rank's part of these tensors, to be read from the file each time.
+
+    Raises `Refused` where the file does not have them as they are used.
+    """
+    held, parts = [], []
+    for name in names:
+        source = next(source for source in facts.sources if name in source.names)
+        stored, part = files[source.path].get_slice(source.names[name]), local_part(transformer, name)
+        check_shape(stored, name, shapes=shapes, source=source, facts=facts)
+        held.append(_held(part, name, facts, dtype))
+        rows = source.rows.get(name, ())
+        parts.append((part.cut, RowsOf(stored, rows) if rows else stored))
+    return FileWeights(
+        Layout(held), lambda: (stored[slice(None),] if cut == WHOLE else cut.take(stored) for cut, stored in parts)
+    )
+
+
+def _held(part: LocalPart, name: str, facts: ModelFacts, dtype: torch.dtype) -> Held:
+    parameter = dict(part.module.named_parameters()).get(part.leaf)
+    if parameter is None:
+        raise Refused(
+            f"offload disk reads the weights of {facts.name} as its file has them, but {name} is converted when it is "
+            f"loaded: choose offload layerwise"
+        )
+    return Held(part.module, part.leaf, parameter.shape, held_dtype(name, parameter, facts, dtype) or parameter.dtype)

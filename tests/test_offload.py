@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import diffusers
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from runtime.blocks import BlockRunner
 from runtime.checkpoint import random_tensors
@@ -62,15 +64,41 @@ def resident(case):
     return run_on_one([case])[0]
 
 
+def load(case, way, **settings):
+    memory = MemorySettings(**WAYS[way])
+    return Pipeline.load(
+        ModelSettings(model=case.model, memory=memory, **settings), mesh=Mesh.single(), progress=ignore_progress
+    )
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_streamed_model_gives_the_latent_of_the_resident_one(case, resident, way):
-    pipeline = Pipeline.load(
-        ModelSettings(model=case.model, memory=MemorySettings(**WAYS[way])),
-        mesh=Mesh.single(),
-        progress=ignore_progress,
-    )
+    pipeline = load(case, way)
     twice = [pipeline.sample(sample_request(case), progress=ignore_progress) for _ in range(2)]
     assert all(torch.equal(latent, resident) for latent in twice)
+
+
+@pytest.mark.parametrize("quant", ["svdquant-int4", "svdquant-nvfp4"])
+def test_packed_weights_are_streamed_as_they_are(case, resident, quant):
+    packed = run_on_one([replace(case, quant=quant)])[0]
+    assert relative_error(packed, resident) > 1e-3
+    pipeline = load(case, "layerwise, prefetch 1", quant=quant)
+    assert torch.equal(pipeline.sample(sample_request(case), progress=ignore_progress), packed)
+
+
+def test_weights_that_are_converted_as_they_are_loaded_are_in_no_file(case):
+    with pytest.raises(ValueError, match="choose offload layerwise"):
+        load(case, "from disk", quant="svdquant-int4")
+
+
+def test_a_file_of_the_wrong_shape_is_refused_before_it_is_read(case, tmp_path):
+    path = tmp_path / "diffusion_pytorch_model.safetensors"
+    weights = load_file(f"{case.model}/{path.name}")
+    name = next(name for name in weights if "blocks.1" in name and weights[name].ndim == 2)
+    save_file(weights | {name: weights[name][:-1].clone()}, path)
+    (tmp_path / "config.json").write_text(Path(case.model, "config.json").read_text())
+    with pytest.raises(ValueError, match=re.escape(name)):
+        load(replace(case, model=str(tmp_path)), "from disk")
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)

@@ -6,7 +6,7 @@ import argparse
 import json
 from importlib import import_module
 
-SUITES = ("transport", "loop", "parallel", "quant")
+SUITES = ("transport", "loop", "parallel", "offload", "quant")
 """Modules of `runtime.bench`, each with `measure() -> dict`, what `--json` prints, and `described(figures) -> str`."""
 
 

@@ -1,0 +1,189 @@
+"""A model that is larger than the memory it may use: from its file, under a hard limit, beside the same one resident."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+
+from ..families.wan import WAN
+from ..mesh import Mesh
+from ..pipeline import Pipeline
+from ..progress import ignore_progress
+from ..protocol import Conditioning, Sample
+from ..settings import MemorySettings, ModelSettings, SampleSettings
+from .memory_limit import limited_group, put_into
+
+PACK_ROOT = Path(__file__).resolve().parents[2]
+LIMIT_BYTES = 1 << 30
+ROUNDS = 3
+MIB = 1 << 20
+FROM_DISK = {"offload": "disk", "resident_blocks": "0", "prefetch": "1"}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Wan of 2.5 GB in float32, and a request of 1024 tokens."""
+
+    width: int = 1536
+    feed_forward: int = 6144
+    layers: int = 16
+    latent: tuple[int, ...] = (1, 16, 1, 64, 64)
+    text_tokens: int = 64
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The arguments of the class."""
+        heads = self.width // 128
+        sizes = {"num_attention_heads": heads, "attention_head_dim": 128, "ffn_dim": self.feed_forward}
+        return {**WAN.tiny, **sizes, "num_layers": self.layers, "text_dim": 256, "freq_dim": 256}
+
+
+def measure(*, size: Size = Size(), rounds: int = ROUNDS, limit: int = LIMIT_BYTES) -> dict[str, Any]:
+    """Seconds of a step resident and from the file, and the peak of resident memory under the limit.
+
+    `is_limited` tells whether the system let us set the limit, which counts the pages of the file as well.
+    `base_rss_bytes` is what the process takes before it knows of a model (torch and diffusers), `slot_bytes` the two
+    blocks that are in memory at a time.
+    """
+    with tempfile.TemporaryDirectory(prefix="outrigger-bench-") as home:
+        folder = Path(home)
+        model_bytes = write_model(folder, size)
+        task = {"size": asdict(size), "rounds": rounds, "folder": home}
+        resident = _run({**task, "memory": {}})
+        with limited_group(limit) as group:
+            streamed = _run({**task, "memory": FROM_DISK}, group=group)
+    return {
+        "resident_step_seconds": resident["step_seconds"],
+        "offload_step_seconds": streamed["step_seconds"],
+        "peak_rss_bytes": streamed["peak_bytes"],
+        "base_rss_bytes": streamed["base_bytes"],
+        "resident_peak_rss_bytes": resident["peak_bytes"],
+        "slot_bytes": 2 * _block_bytes(size),
+        "limit_bytes": limit,
+        "is_limited": group is not None,
+        "model_bytes": model_bytes,
+    }
+
+
+def described(figures: dict[str, Any]) -> str:
+    """The figures for a reader."""
+    sizes = {name: f"{value / MIB:.0f} MiB" for name, value in figures.items() if name.endswith("bytes")}
+    limit = f"under a limit of {sizes['limit_bytes']}" if figures["is_limited"] else "(no limit could be set here)"
+    ratio = figures["offload_step_seconds"] / figures["resident_step_seconds"]
+    return (
+        f"A model of {sizes['model_bytes']} {limit}, from its file:\n"
+        f"  a step takes {figures['offload_step_seconds']:.2f} s, resident {figures['resident_step_seconds']:.2f} s: "
+        f"{ratio:.3f} times\n"
+        f"  peak of resident memory {sizes['peak_rss_bytes']}, of which {sizes['base_rss_bytes']} before loading and "
+        f"{sizes['slot_bytes']} for two blocks; resident {sizes['resident_peak_rss_bytes']}"
+    )
+
+
+def write_model(folder: Path, size: Size) -> int:
+    """Save a model with small numbers, a block at a time; the bytes of its file."""
+    with torch.device("meta"):
+        model = getattr(diffusers, WAN.transformer_class)(**size.config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    (folder / "config.json").write_text(json.dumps({"_class_name": WAN.transformer_class, **size.config}))
+    path = folder / "diffusion_pytorch_model.safetensors"
+    _write_file(path, shapes)
+    return path.stat().st_size
+
+
+def _write_file(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """By hand, since the file is larger than what this process should hold."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    generator = torch.Generator().manual_seed(0)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for shape in shapes.values():
+            drawn = torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
+            file.write(memoryview(drawn.view(-1).view(torch.uint8).numpy()))
+
+
+def _block_bytes(size: Size) -> int:
+    return 4 * (8 * size.width**2 + 2 * size.width * size.feed_forward)
+
+
+def _run(task: dict[str, Any], *, group: Path | None = None) -> dict[str, Any]:
+    """What a process of its own, within a group from its start, prints at its end. Raises `RuntimeError` when it fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "runtime.bench.offload", json.dumps(task)]
+    process = subprocess.Popen(
+        command, cwd=PACK_ROOT, env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+    )
+    try:
+        if group is not None:
+            put_into(group, process.pid)
+        printed, _ = process.communicate()
+    finally:
+        process.kill()
+        process.wait()
+    if process.returncode:
+        raise RuntimeError(f"a side of the bench ended with {process.returncode}")
+    return json.loads(printed.splitlines()[-1])
+
+
+def _side(task: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    size, base = Size(**task["size"]), _memory("VmRSS")
+    settings = ModelSettings(model=task["folder"], dtype="fp32", memory=MemorySettings(**task["memory"]))
+    pipeline = Pipeline.load(settings, mesh=Mesh.single(), progress=ignore_progress)
+    marks = _Marks()
+    pipeline.sample(_request(settings, size, steps=task["rounds"] + 1), progress=marks)
+    return {"step_seconds": marks.median(), "base_bytes": base, "peak_bytes": _memory("VmHWM")}
+
+
+class _Marks:
+    """Progress that notes when each step ended; the first step is warm-up."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, float] = {}
+
+    def __call__(self, stage: str, step: int, total: int, **others: Any) -> None:
+        self._times.setdefault(step, time.perf_counter())
+
+    def median(self) -> float:
+        """Seconds of a step, without the first."""
+        times = [at for step, at in sorted(self._times.items()) if step]
+        return statistics.median(after - before for before, after in zip(times, times[1:], strict=False))
+
+
+def _request(settings: ModelSettings, size: Size, *, steps: int) -> Sample:
+    prompt = Conditioning(embedding=torch.zeros(1, size.text_tokens, size.config["text_dim"]))
+    widgets = SampleSettings(steps=steps, cfg=1.0)
+    return Sample(
+        job="bench", model=settings, settings=widgets, positive=(prompt,), latent=torch.zeros(tuple(size.latent))
+    )
+
+
+def _memory(field: str) -> int:
+    """A figure of this process's memory, as Linux has it, in bytes."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
+    return int(line.split()[1]) * 1024
+
+
+def main(arguments: Sequence[str]) -> None:
+    """One side, in this process."""
+    print(json.dumps(_side(json.loads(arguments[0]))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

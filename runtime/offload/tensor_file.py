@@ -1,0 +1,85 @@
+"""A .safetensors file of which what is asked for is read, and nothing mapped: no page of it counts as this process's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..safetensors_header import TensorEntry, read_header
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+CHUNK_BYTES = 8 << 20
+"""Rows of which not all columns are wanted are read so many bytes at a time."""
+
+
+class TensorFile:
+    """The tensors of a file, each to be sliced, in the form of safetensors' own `safe_open`. One thread at a time reads it."""
+
+    def __init__(self, path: Path) -> None:
+        self._entries = read_header(path)
+        self._file = path.open("rb", buffering=0)
+        self._start = 8 + int.from_bytes(self._file.read(8), "little")
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._file.close()
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """All of a tensor."""
+        return self.get_slice(name)[:]
+
+    def get_slice(self, name: str) -> StoredTensor:
+        """A tensor, of which nothing is read yet."""
+        return StoredTensor(self, self._entries[name])
+
+    def read_into(self, tensor: torch.Tensor, place: int) -> None:
+        """Fill a contiguous tensor from a place within the data. Raises `OSError` when the file ends before."""
+        buffer = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+        self._file.seek(self._start + place)
+        while len(buffer):
+            count = self._file.readinto(buffer)
+            if not count:
+                raise OSError(f"{self._file.name} ended while it was read: it has been changed")
+            buffer = buffer[count:]
+
+
+class StoredTensor:
+    """A tensor in a file, sliced as the one that it holds would be."""
+
+    def __init__(self, file: TensorFile, entry: TensorEntry) -> None:
+        self._file, self._entry, self._dtype = file, entry, DTYPES[entry.dtype]
+
+    def get_shape(self) -> list[int]:
+        """Its sizes."""
+        return list(self._entry.shape)
+
+    def __getitem__(self, place: Any) -> torch.Tensor:
+        """The part at `place`: slices of the first dims. Of rows of which some columns are left out, no more than a chunk is
+        held beside it.
+        """
+        first, *others = place if isinstance(place, tuple) else (place,)
+        rows = range(*first.indices(self._entry.shape[0])) if self._entry.shape else range(1)
+        if not others:
+            return self._rows(rows)
+        step = max(1, CHUNK_BYTES // max(1, self._row_bytes))
+        chunks = [self._rows(rows[at : at + step])[(slice(None), *others)] for at in range(0, len(rows), step)]
+        return torch.cat([chunk.clone() for chunk in chunks]) if chunks else self._rows(rows)[(slice(None), *others)]
+
+    @property
+    def _row_bytes(self) -> int:
+        return (self._entry.end - self._entry.start) // max(1, self._entry.shape[0])
+
+    def _rows(self, rows: range) -> torch.Tensor:
+        shape = (len(rows), *self._entry.shape[1:]) if self._entry.shape else ()
+        tensor = torch.empty(shape, dtype=self._dtype)
+        start = self._entry.start + rows.start * (self._row_bytes if self._entry.shape else 0)
+        self._file.read_into(tensor, start)
+        return tensor
