@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..runtime.client import Comparison, Sidecar, tolerance_for
+from ..runtime.client import Comparison, Sidecar
 from ..runtime.errors import Cancelled, SidecarError, in_our_words
 from ..runtime.protocol import Conditioning, Decode, EncodePixels, EncodeText, Notice, Progress, Result, Sample, Work
 from ..runtime.settings import ModelSettings, SampleSettings
@@ -84,12 +84,10 @@ def encode(model: ModelSettings, pixels: torch.Tensor, display: NodeDisplay) -> 
     return run(_request(EncodePixels, model, pixels=pixels), display).latent
 
 
-def compared(model: ModelSettings, latent: torch.Tensor, reference: torch.Tensor) -> str:
+def compared(latent: torch.Tensor, reference: torch.Tensor) -> str:
     """How far the latent that the ranks have just made is from the one that it should be, in words."""
     report = _session.sidecar().status()
-    device = report.ranks[0].device if report.ranks else "cpu"
-    comparison = Comparison.of(latent, reference, tolerance=tolerance_for(model.dtype, device))
-    return f"{comparison}\n{report.plan}".rstrip()
+    return f"{Comparison.of(latent, reference, tolerance=report.tolerance)}\n{report.plan}".rstrip()
 
 
 def run(request: Work, display: NodeDisplay) -> Result:

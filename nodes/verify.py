@@ -55,6 +55,6 @@ class OutriggerVerify(io.ComfyNode):
             sampled(each, widgets, positive, negative, latent_image, display=display)["samples"]
             for each in (one_rank, model)
         )
-        text = session.compared(model, latent, reference)
+        text = session.compared(latent, reference)
         display.text(text)
         return io.NodeOutput(text, ui={"text": [text]})

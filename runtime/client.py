@@ -12,8 +12,7 @@ from typing import Any
 import zmq
 
 from .channel import Connection, decode, encode, parse
-from .comparison import Comparison as Comparison  # for the nodes, which take these two from here
-from .comparison import tolerance_for as tolerance_for
+from .comparison import Comparison as Comparison  # for the nodes, which take it from here
 from .errors import Cancelled, ProtocolError, SidecarError
 from .folders import shared_folder, sweep_all
 from .launch import CLOSE_SECONDS, SERVER, START_SECONDS, Process

@@ -8,6 +8,8 @@ from typing import Any
 
 TOLERANCES = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
 """Of the relative error, by the number format of the weights: ranks add the same numbers up in another order."""
+FOUR_BIT_TOLERANCE = 0.2
+"""Of 4-bit activations: one that lies between two of the 16 levels may fall to either, and later steps follow it."""
 MOST_DECIBELS = 300.0
 """Where there is no difference at all."""
 
@@ -54,6 +56,6 @@ def _decibels(spread: float, error: float) -> float:
     return min(20 * math.log10(spread / error), MOST_DECIBELS) if spread > 0 else -MOST_DECIBELS
 
 
-def tolerance_for(dtype: str, device: str) -> float:
-    """Of weights in a number format; "auto" is that of the device."""
-    return TOLERANCES[dtype if dtype != "auto" else "fp32" if device == "cpu" else "bf16"]
+def tolerance_for(dtype: str, *, four_bit: bool = False) -> float:
+    """How large a relative error is rounding, with weights of this number format."""
+    return max(TOLERANCES[dtype], FOUR_BIT_TOLERANCE if four_bit else 0.0)

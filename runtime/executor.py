@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from dataclasses import replace as with_fields
 from pathlib import Path
 
 from .channel import Bell, Frames, Listener, encode, parse, references
@@ -101,8 +100,9 @@ class Executor:
             plan = self._plan_for(job.request.model)
         except (ValueError, OSError) as error:
             return self._end(_failed(job, str(error), user_error=True))
-        if self._ranks is None or with_fields(plan, reason="") != with_fields(self._ranks.plan, reason=""):
+        if self._ranks is None or not plan.has_ranks_of(self._ranks.plan):
             self._start(plan)
+        self._ranks.plan = plan
         if plan.reason:
             self._tell(Notice(job=job.name, text=plan.reason))
         self._send_when_ready()
@@ -163,8 +163,9 @@ class Executor:
     def report(self) -> Report:
         """What there is, and what it does."""
         ranks = tuple(rank.report() for rank in self._ranks.all) if self._ranks else ()
-        plan, busy = self._ranks.plan.reason if self._ranks else "", self.job.name if self.job else ""
-        return Report(pid=os.getpid(), ranks=ranks, plan=plan, model=self._model, busy=busy)
+        chosen = {"plan": self._ranks.plan.reason, "tolerance": self._ranks.plan.tolerance} if self._ranks else {}
+        busy = self.job.name if self.job else ""
+        return Report(pid=os.getpid(), ranks=ranks, **chosen, model=self._model, busy=busy)
 
     def stop(self) -> None:
         """Stop all ranks."""

@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .comparison import tolerance_for
 from .degrees import Degrees, Needs
 from .errors import Refused
 from .footprint import ON_DEVICE
-from .inspection import ModelFacts
+from .inspection import ModelFacts, inspect_model
 from .machine import Machine
-from .settings import AXES, MAX_DEGREE, MemorySettings, ParallelSettings
+from .settings import AXES, MAX_DEGREE, MemorySettings, ModelSettings, ParallelSettings
+from .stored import GROUPS
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -20,7 +22,8 @@ MIB, GIB = 1 << 20, 1 << 30
 class Plan:
     """The degree of each axis and the device of each rank (`cpu` or `cuda:N`), outermost axis first.
 
-    `bytes_per_rank` is what the weights of the rank that holds most take; 0 where that is not known.
+    `bytes_per_rank` is what the weights of the rank that holds most take; 0 where that is not known. `tolerance` is how far
+    a latent may be from one rank's, as a relative error.
     """
 
     data: int
@@ -31,6 +34,7 @@ class Plan:
     devices: tuple[str, ...]
     reason: str = ""
     bytes_per_rank: int = 0
+    tolerance: float = 0.0
 
     @property
     def world(self) -> int:
@@ -41,6 +45,10 @@ class Plan:
     def degrees(self) -> dict[str, int]:
         """Degree by axis, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}
+
+    def has_ranks_of(self, other: Plan) -> bool:
+        """Whether the ranks of another plan can run this one."""
+        return (self.degrees, self.devices) == (other.degrees, other.devices)
 
 
 class PlanRefused(Refused):
@@ -58,6 +66,12 @@ class Holding:
 
     dtype: str
     offload: MemorySettings
+
+
+def plan_model(model: ModelSettings, machine: Machine) -> Plan:
+    """The plan of a model's settings. Raises as `make_plan`, and `Refused` for a model that cannot be used."""
+    facts = inspect_model(model.model, quant=model.quant)
+    return make_plan(model.parallel, facts, machine, dtype=model.dtype, offload=model.memory)
 
 
 def make_plan(
@@ -81,6 +95,7 @@ def make_plan(
         devices=devices,
         reason=_reason(parallel, needs, machine, devices, chosen),
         bytes_per_rank=needs.bytes_per_rank(chosen.tensor),
+        tolerance=tolerance_for(needs.dtype, four_bit=any(stored.kind in GROUPS for stored in facts.stored.values())),
     )
 
 

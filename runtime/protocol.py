@@ -240,12 +240,15 @@ class RankReport(Message):
 
 
 class Report(Message):
-    """Answer to `Status`. `plan` says what was chosen for the ranks, and why."""
+    """Answer to `Status`. `plan` says what was chosen for the ranks, and why; `tolerance` is how large a relative error is
+    rounding.
+    """
 
     kind: Literal["report"] = "report"
     pid: int
     ranks: tuple[RankReport, ...] = ()
     plan: str = ""
+    tolerance: float = 0.0
     model: str = ""
     busy: str = ""
 

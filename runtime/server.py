@@ -22,9 +22,8 @@ from .channel import Bell, Frames, Listener, encode, parse
 from .errors import ProtocolError, Refused
 from .executor import Executor, Job
 from .folders import SHARED_MEMORY, PrivateFolder, temporary_base
-from .inspection import inspect_model
 from .machine import Machine
-from .plan import Plan, make_plan
+from .plan import Plan, plan_model
 from .pool import pool_limit
 from .protocol import (
     PROTOCOL_VERSION,
@@ -218,8 +217,7 @@ def _machine() -> Machine:
 
 
 def _plan_for(model: ModelSettings) -> Plan:
-    facts = inspect_model(model.model, quant=model.quant)
-    return make_plan(model.parallel, facts, _machine(), dtype=model.dtype, offload=model.memory)
+    return plan_model(model, _machine())
 
 
 def _default_endpoint(home: Path, name: str) -> str:

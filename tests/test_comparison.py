@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 
-from runtime.comparison import MOST_DECIBELS, Comparison, tolerance_for
-from runtime.settings import AXES, ParallelSettings
+from runtime.comparison import MOST_DECIBELS, Comparison
+from runtime.machine import CudaDevice, Machine
+from runtime.plan import plan_model
+from runtime.settings import AXES, ModelSettings, ParallelSettings
 
 
 def test_figures_of_a_known_difference():
@@ -37,12 +39,14 @@ def test_what_is_not_a_number_is_not_the_same(broken):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "device", "like"),
-    [("auto", "cpu", "fp32"), ("auto", "cuda:0", "bf16"), ("fp32", "cuda:0", "fp32"), ("fp16", "cpu", "fp16")],
+    ("fields", "tolerance"),
+    [({}, 1e-5), ({"dtype": "fp16"}, 1e-2), ({"dtype": "bf16"}, 5e-2), ({"quant": "svdquant-int4"}, 0.2)],
 )
-def test_the_tolerance_is_that_of_the_number_format(dtype, device, like):
-    assert tolerance_for(dtype, device) == tolerance_for(like, "cpu")
-    assert tolerance_for("fp32", "cpu") < tolerance_for("fp16", "cpu") < tolerance_for("bf16", "cpu")
+def test_the_tolerance_of_a_plan_is_that_of_its_numbers(fields, tolerance):
+    settings = {"model": "random:wan", "parallel": ParallelSettings(devices="cpu:2")}
+    assert plan_model(ModelSettings(**settings, **fields), Machine()).tolerance == tolerance
+    gpus = Machine(cuda=(CudaDevice("GPU", 1 << 16),) * 2)
+    assert plan_model(ModelSettings(model="random:wan"), gpus).tolerance == 5e-2
 
 
 @pytest.mark.parametrize(("devices", "first"), [("auto", "auto"), ("cpu:4", "cpu:1"), ("cuda:2,0", "cuda:2")])

@@ -680,7 +680,7 @@ class Planned:
 
     def status(self):
         ranks = (self.pack.runtime_protocol.RankReport(rank=0, pid=1, device="cpu"),)
-        return self.pack.runtime_protocol.Report(pid=1, ranks=ranks, plan="2 ranks")
+        return self.pack.runtime_protocol.Report(pid=1, ranks=ranks, plan="2 ranks", tolerance=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..inspection import inspect_model
+from ..machine import Machine
+from ..plan import plan_model
 from ..settings import FROM_MODEL
 from .flags import add_model_flags, add_output_flags, model_settings
 from .models import TEXT_ENCODER_FOLDERS, VAE_FOLDERS, find_part
-from .planning import plan_for
 from .sampler import add_sampling_flags, sample_settings, size_of
 from .sidecar import own_sidecar
 
@@ -42,7 +43,7 @@ def run(chosen: argparse.Namespace) -> int:
     """Draw it, and say where it is and what took how long."""
     parts = {part: find_part(getattr(chosen, part), folders) for part, folders in PARTS.items()}
     model, settings, size = model_settings(chosen, **parts), sample_settings(chosen), size_of(chosen)
-    plan, out = plan_for(model), Path(chosen.out)
+    plan, out = plan_model(model, Machine.here()), Path(chosen.out)
     from .inputs import empty_latent  # torch: not before it is needed
     from .pictures import check_path, write
 

@@ -7,9 +7,10 @@ import json
 from typing import Any
 
 from ..errors import Refused
+from ..machine import Machine
+from ..plan import plan_model
 from ..settings import AXES
 from .flags import add_model_flags, add_output_flags, model_settings
-from .planning import plan_for
 
 MIB = 1 << 20
 
@@ -39,7 +40,7 @@ def described(answer: dict[str, Any]) -> str:
 def _answer(chosen: argparse.Namespace) -> dict[str, Any]:
     """What `--json` prints."""
     try:
-        plan = plan_for(model_settings(chosen))
+        plan = plan_model(model_settings(chosen), Machine.here())
     except Refused as refusal:
         nearest = getattr(refusal, "nearest", None)
         return {

@@ -8,10 +8,11 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from ..comparison import Comparison, tolerance_for
+from ..comparison import Comparison
 from ..inspection import inspect_model
+from ..machine import Machine
+from ..plan import plan_model
 from .flags import add_model_flags, add_output_flags, model_settings
-from .planning import plan_for
 from .sampler import add_sampling_flags, sample_settings, size_of
 from .sidecar import own_sidecar
 
@@ -29,12 +30,13 @@ def run(chosen: argparse.Namespace) -> int:
     """Print how far the plan is from one rank."""
     model, settings = model_settings(chosen), sample_settings(chosen)
     one_rank = model.model_copy(update={"parallel": model.parallel.one_rank})
-    plan, _ = plan_for(model), plan_for(one_rank)  # both are refused before anything is started
+    machine = Machine.here()
+    plan, _ = plan_model(model, machine), plan_model(one_rank, machine)  # both are refused before anything is started
     facts = inspect_model(model.model)
     request = {"settings": settings, **_inputs(facts, size_of(chosen), batch=plan.data)}
     with own_sidecar() as asker:
         reference, result = (asker.sample(each, **request).latent for each in (one_rank, model))
-    comparison = Comparison.of(result, reference, tolerance=tolerance_for(model.dtype, plan.devices[0]))
+    comparison = Comparison.of(result, reference, tolerance=plan.tolerance)
     measured = {name: value if math.isfinite(value) else None for name, value in asdict(comparison).items()}
     figures = {"ok": comparison.ok, "family": facts.family, "plan": plan.degrees, **measured}
     print(json.dumps(figures) if chosen.json else f"{plan.reason}\n{comparison}")
