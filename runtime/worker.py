@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -180,7 +181,7 @@ class Worker:
         """Sample with the LoRAs of the request alone, and tell what each of them does."""
         for text in pipeline.use_loras(request.model.loras):
             if self.settings.rank == 0:
-                self.send(Notice(job=request.job, text=text[:MAX_NOTICE]))
+                self.send(Notice(job=request.job, text=textwrap.shorten(text, MAX_NOTICE, placeholder=" ...")))
 
     def _failure(self, request: Work, report: Reporter, error: Exception) -> Failed:
         text = problems_of(error) if isinstance(error, ValidationError) else str(error)

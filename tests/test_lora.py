@@ -245,6 +245,15 @@ def test_keys_that_were_not_applied_are_told_by_name(tmp_path):
     )
 
 
+def test_of_two_adapters_in_a_file_the_second_is_told_of(tmp_path):
+    first, second = (peft(ONE, Draw(seed), adapter=f".{name}") for seed, name in ((1, "a"), (2, "b")))
+    pipeline = load()
+    [report] = pipeline.use_loras([write(tmp_path / "lora.safetensors", first | second)])
+    assert report.endswith("1 target applied; not applied: " + ", ".join(sorted(second)))
+    [pair] = pipeline._loras._model.blocks[0].attn1.to_q.pairs
+    assert torch.equal(pair.down, first["diffusion_model.blocks.0.attn1.to_q.lora_A.a.weight"])
+
+
 @pytest.mark.parametrize(
     ("layers", "family"),
     [

@@ -63,15 +63,16 @@ def split_key(key: str) -> tuple[str, str] | None:
 
 
 def group_keys(keys: Iterable[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
-    """The roles of each layer, and the keys of no known role."""
+    """The roles of each layer, and the keys of no known role, or of one that another adapter in the file has already."""
     layers: dict[str, dict[str, str]] = {}
     unknown = []
     for key in sorted(keys):
         split = split_key(key)
-        if split is None:
-            unknown.append(key)
+        layer, role = split or ("", "")
+        if role and role not in layers.get(layer, {}):
+            layers.setdefault(layer, {})[role] = key
         else:
-            layers.setdefault(split[0], {})[split[1]] = key
+            unknown.append(key)
     return layers, unknown
 
 
