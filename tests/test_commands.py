@@ -9,14 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from runtime.__main__ import main
 from runtime.commands import COMMANDS
 from runtime.commands.config import words_of_config
 from runtime.commands.flags import add_model_flags, add_output_flags, model_settings
 from runtime.commands.models import find_model
+from runtime.commands.sidecar import Asker
 from runtime.errors import Refused
-from runtime.settings import AXES
+from runtime.protocol import Conditioning, Encoded, Notice
+from runtime.settings import AXES, ModelSettings
 from tests.timing import least
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -164,6 +167,17 @@ def test_loras_come_from_flags_or_a_list_in_a_file_with_their_strengths(tmp_path
         loras("--lora", "styles.safetensors:1")
     with pytest.raises(Refused, match="strength is 101"):
         loras("--lora", "style.safetensors:101")
+
+
+def test_a_command_tells_what_a_lora_did(caplog):
+    class FakeSidecar:
+        def call(self, request, *, interrupted):
+            yield Notice(job=request.job, text="style.safetensors: 3 targets applied")
+            yield Encoded(job=request.job, conditioning=Conditioning(embedding=torch.zeros(1, 1, 1)), seconds=0.0)
+
+    with caplog.at_level("INFO", logger="outrigger"):
+        Asker(FakeSidecar()).encode(ModelSettings(model="tiny-shapes"), "a red circle")
+    assert caplog.messages == ["style.safetensors: 3 targets applied"]
 
 
 # plan

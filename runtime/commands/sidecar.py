@@ -10,7 +10,7 @@ from typing import Any
 
 from ..client import Sidecar
 from ..errors import SidecarError
-from ..protocol import Decode, Decoded, Encoded, EncodeText, Progress, Result, Sample, Sampled
+from ..protocol import Decode, Decoded, Encoded, EncodeText, Notice, Progress, Result, Sample, Sampled
 from ..settings import ModelSettings
 from .flags import checked
 
@@ -41,6 +41,8 @@ class Asker:
                 case Progress(stage=stage) if stage != self._stage:
                     self._stage = stage
                     log.info(stage)
+                case Notice():
+                    log.info(event.text)
                 case Result():
                     return event
         raise SidecarError("the sidecar ended the job without a result")
