@@ -1,6 +1,8 @@
-"""Samplers of every kind on two ranks give the latent of one rank, on each axis; a cancel between model calls stops both."""
+"""Samplers of every kind on two and four ranks give the latent of one rank; a cancel between model calls stops all."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
@@ -31,25 +33,33 @@ CELLS = [
     ("sa_solver_pece", "simple", "cfg"),
     ("uni_pc_bh2", "beta", "ulysses"),
 ]
-CASES = [
-    Case(sampler=sampler, scheduler=scheduler, degrees={axis: 2}, steps=3, cfg=cfg, prompts=(5, 9))
-    for (sampler, scheduler, axis), cfg in zip(CELLS, 3 * (4.0, 4.0, 1.0, 4.0), strict=True)
-]
-"""The third of every four has cfg 1: no second branch, but for CFG++."""
+ON_FOUR = {"cfg": {"cfg": 2, "ring": 2}, "ulysses": {"ulysses": 2, "tensor": 2}}
+"""The degrees on four ranks, by the axis on two."""
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """From two real processes, by case and rank."""
-    return run_cases_as_processes(CASES, tmp_path_factory.mktemp("two"))
+def cases(ranks: int) -> list[Case]:
+    """The cells on so many ranks. The third of every four has cfg 1: no second branch, but for CFG++."""
+    made = [
+        Case(sampler=sampler, scheduler=scheduler, steps=3, cfg=cfg, prompts=(5, 9))
+        for (sampler, scheduler, _), cfg in zip(CELLS, 3 * (4.0, 4.0, 1.0, 4.0), strict=True)
+    ]
+    degrees = [{axis: 2} if ranks == 2 else ON_FOUR[axis] for _, _, axis in CELLS]
+    together = sorted(zip(made, degrees, strict=True), key=lambda pair: list(pair[1]))  # a mesh is made once
+    return [replace(case, degrees=each) for case, each in together]
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=list(map(str, CASES)))
-def test_two_ranks_give_the_latent_of_one(number, results):
-    [reference] = run_on_one([CASES[number]])
-    errors = [relative_error(result, reference) for result in results[number]]
-    print(f"relative error {max(errors):.2e}")
-    assert max(errors) < LIMIT
+CASES = {ranks: cases(ranks) for ranks in (2, 4)}
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_ranks_give_the_latents_of_one(ranks, tmp_path):
+    references = run_on_one(CASES[ranks])
+    for case, reference, results in zip(
+        CASES[ranks], references, run_cases_as_processes(CASES[ranks], tmp_path), strict=True
+    ):
+        error = max(relative_error(result, reference) for result in results)
+        print(f"{case}: relative error {error:.2e}")
+        assert len(results) == ranks and error < LIMIT, str(case)
 
 
 def test_cfg_pp_evaluates_the_negative_prompt_at_cfg_1():
