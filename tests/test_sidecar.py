@@ -12,7 +12,17 @@ import pytest
 import torch
 
 from runtime.folders import SHARED_MEMORY
-from runtime.protocol import Decode, Decoded, Encoded, EncodeText, Notice, Progress, Sampled
+from runtime.protocol import (
+    Decode,
+    Decoded,
+    Encoded,
+    EncodedPixels,
+    EncodePixels,
+    EncodeText,
+    Notice,
+    Progress,
+    Sampled,
+)
 from runtime.settings import LoraSettings, ModelSettings
 from tests.sidecars import (
     FAKE_SERVER,
@@ -101,6 +111,8 @@ def test_text_and_pictures_cross_too(sidecar):
     assert (encoded.conditioning.embedding == 4).all()
     decoded = run(sidecar, Decode(job=uuid.uuid4().hex, model=model, latent=torch.ones(7, 3)))[-1]
     assert isinstance(decoded, Decoded) and decoded.images.shape == (21,)
+    pixels = run(sidecar, EncodePixels(job=uuid.uuid4().hex, model=model, pixels=torch.ones(2, 3)))[-1]
+    assert isinstance(pixels, EncodedPixels) and pixels.latent.shape == (6,)
 
 
 def test_a_prompt_is_in_no_log(sidecar, lines):

@@ -184,6 +184,18 @@ def test_what_is_no_picture_is_refused(wan, shape, words):
         spread(wan, "wan", Mesh.single()).encode(torch.rand(shape), progress=ignore_progress)
 
 
-def test_a_convolution_of_another_shape_is_not_split_in_silence():
-    with pytest.raises(RuntimeError, match="0 cannot be split: rows 5 high in steps of 1"):
-        split_rows(nn.Sequential(nn.Conv2d(1, 1, 5, padding=2)), Rows(None))
+@pytest.mark.parametrize(
+    ("convolution", "says"),
+    [
+        (nn.Conv2d(1, 1, 5, padding=2), "0 cannot be split: rows 5 high in steps of 1"),
+        (nn.Conv2d(1, 1, 3, stride=2, padding=1), "0 cannot be split: rows 3 high in steps of 2"),
+    ],
+)
+def test_a_convolution_of_another_shape_is_not_split_in_silence(convolution, says):
+    with pytest.raises(RuntimeError, match=says):
+        split_rows(nn.Sequential(convolution), Rows(None))
+
+
+def test_an_empty_latent_is_refused(wan):
+    with pytest.raises(Refused, match=r"\(1, 16, 0, 4, 4\): there is nothing in it"):
+        spread(wan, "wan", Mesh.single()).decode(torch.zeros(1, 16, 0, 4, 4), progress=ignore_progress)

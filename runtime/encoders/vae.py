@@ -93,6 +93,8 @@ class Autoencoder:
             raise Refused(
                 f"the latent has shape {tuple(latent.shape)}, but this VAE decodes {self._form.channels} channels"
             )
+        if not latent.numel():
+            raise Refused(f"the latent has shape {tuple(latent.shape)}: there is nothing in it")
         if self._is_video:
             return latent.unsqueeze(2) if latent.ndim == 4 else latent
         return latent.transpose(1, 2).flatten(0, 1) if latent.ndim == 5 else latent
