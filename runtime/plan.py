@@ -16,6 +16,8 @@ from .settings import AXES, MAX_DEGREE, MemorySettings, ModelSettings, ParallelS
 from .stored import GROUPS
 
 MIB, GIB = 1 << 20, 1 << 30
+SMALL_MODEL_BYTES = 256 * MIB
+"""Of weights: a block of such a model takes a GPU less time than to start its exchanges."""
 
 
 @dataclass(frozen=True)
@@ -258,4 +260,6 @@ def _reason(
         parts.append(f"the weights take {_gib(needs.bytes_per_rank(1))}, so that each rank holds a part of them")
     if devices[0] == "cpu":
         parts.append("one process with all cores is about as fast on a CPU")
+    elif 0 < needs.bytes_per_rank(1) < SMALL_MODEL_BYTES:
+        parts.append("the model is small, so that one GPU may be faster: exchanges take longer than what they save")
     return "; ".join(parts)

@@ -134,6 +134,13 @@ def test_weights_that_do_not_fit_are_cut(gpus, settings, degrees):
     assert "28.0 GiB" in plan.reason and plan.bytes_per_rank == 2 * most_heads * LARGE.head_dim * DEPTH
 
 
+def test_a_plan_says_so_where_one_device_would_be_faster():
+    assert "one GPU may be faster" in make_plan(ParallelSettings(), inspect_model("random:wan"), with_gpus(2)).reason
+    assert "faster" not in make_plan(ParallelSettings(), LARGE, with_gpus(2)).reason
+    assert "as fast" in make_plan(ParallelSettings(), LARGE, NO_GPU).reason
+    assert "as fast" in make_plan(ParallelSettings(devices="cpu:2"), LARGE, NO_GPU).reason
+
+
 def test_weights_that_cannot_be_held_are_refused_with_a_plan_that_can_hold_them():
     machine = Machine(cuda=(SMALL_GPU,) * 8)
     with pytest.raises(PlanRefused, match=r"28\.0 GiB on each rank at tensor 1, but cuda:0 has 24\.0 GiB") as refusal:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import bench, generate, plan, quantize, serve, verify
+from . import bench, doctor, generate, plan, quantize, serve, verify
 
 COMMANDS: dict[str, ModuleType] = {
     "serve": serve,
@@ -17,4 +17,5 @@ COMMANDS: dict[str, ModuleType] = {
     "verify": verify,
     "quantize": quantize,
     "bench": bench,
+    "doctor": doctor,
 }
