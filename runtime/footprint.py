@@ -7,10 +7,11 @@ import re
 
 from .inspection import ModelFacts
 from .settings import AUTO, MemorySettings, amount_of
-from .stored import GROUPS, SVDQUANT_NVFP4
+from .stored import AWQ_INT4, GROUPS, SVDQUANT_NVFP4
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FLOAT32_BYTES = 4
+AWQ_GROUP = 64
 LOW_RANK = 32
 """The rank beside a 4-bit weight, as good as always."""
 ON_DEVICE = MemorySettings()
@@ -44,6 +45,8 @@ def _block_of(name: str, lists: tuple[str, ...]) -> str:
 def _bytes_held(facts: ModelFacts, name: str, shape: tuple[int, ...], dtype: str, tensor: int) -> float:
     elements, plain = _elements_held(facts, name, shape, tensor), DTYPE_BYTES[dtype]
     stored = facts.stored.get(name.removesuffix(".weight"))
+    if stored is not None and stored.kind == AWQ_INT4:
+        return elements * (0.5 + 2 * plain / AWQ_GROUP)
     if stored is None or stored.kind not in GROUPS:
         return elements * (FLOAT32_BYTES if facts.spec.stays_float32(name) else plain)
     scale = (1 if stored.kind == SVDQUANT_NVFP4 else plain) / GROUPS[stored.kind]

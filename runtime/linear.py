@@ -74,7 +74,8 @@ class ParallelLinear(nn.Module):
         cut = WHOLE if mode == "whole" else self._share(blocks, grain)
         stored = stored or Stored()
         self.core = CORES[stored.kind](linear, cut, stored)
-        has_bias = linear.bias is not None and not (mode == "row" and dist.get_rank(group))
+        elsewhere = self.core.own_bias or (mode == "row" and dist.get_rank(group))
+        has_bias = linear.bias is not None and not elsewhere
         bias_cut = cut if mode in ("column", "gather") else WHOLE
         self.bias = nn.Parameter(bias_cut.take(linear.bias), requires_grad=False) if has_bias else None
         self.pairs: tuple[Pair, ...] = ()

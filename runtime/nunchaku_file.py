@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .errors import Refused
 from .families import FAMILIES
-from .families.spec import FamilySpec
+from .families.spec import FamilySpec, PackedLinear
 from .safetensors_header import TensorEntry
-from .stored import SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, SVDQUANT_NVFP4, Stored
+from .stored import AWQ_INT4, JOINED, SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, SVDQUANT_NVFP4, Stored
 
 CODES = "qweight"
 LEAVES = {
@@ -34,6 +34,7 @@ LEAVES = {
     )
 } | {"lora_down": "proj_down", "lora_up": "proj_up", "smooth": "smooth_factor", "smooth_orig": "smooth_factor_orig"}
 """What a file calls a tensor of a 4-bit Linear -> what we do; the first generation had other names."""
+AWQ_LEAVES = frozenset((CODES, "wscales", "wzeros", "bias"))
 Header = Mapping[str, TensorEntry]
 
 
@@ -69,8 +70,8 @@ def read_packed(path: Path, header: Header, metadata: Mapping[str, str], *, rena
         else:
             file.names[rename(name, family)] = name
             file.shapes[rename(name, family)] = entry.shape
-    for module, entries in linears.items():
-        _add_linear(path, file, module, entries)
+    for module in sorted(linears, key=lambda module: _packed_of(family, module).part or 0):
+        _add_linear(path, file, module, linears[module])
     return file
 
 
@@ -94,32 +95,67 @@ def _family_and_config(path: Path, metadata: Mapping[str, str]) -> tuple[FamilyS
 
 def _add_linear(path: Path, file: PackedFile, module: str, entries: Mapping[str, TensorEntry]) -> None:
     """One Linear of the file, which may be several of the model."""
-    unknown = entries.keys() - LEAVES.keys()
-    if unknown or "wscales" not in entries:
+    for_16_bits = entries[CODES].dtype == "I32"
+    unknown = entries.keys() - (AWQ_LEAVES if for_16_bits else LEAVES.keys())
+    if unknown or "wscales" not in entries or (for_16_bits and not entries.keys() >= AWQ_LEAVES):
         raise Refused(
             f"{path}: {module} has {', '.join(sorted(entries))}, which is no 4-bit Linear that is known: choose another file"
         )
-    linears = _linears_of(file.family, module)
-    rows, rest = divmod(entries[CODES].shape[0], len(linears))
+    if for_16_bits:
+        _add_awq(file, module, entries)
+        return
+    packed = _packed_of(file.family, module)
+    if packed.part is not None:
+        _add_part(file, packed, module, entries)
+        return
+    rows, rest = divmod(entries[CODES].shape[0], len(packed.linears))
     if rest:
         raise Refused(
-            f"{path}: {module} has {entries[CODES].shape[0]} rows for {len(linears)} Linears: download it again"
+            f"{path}: {module} has {entries[CODES].shape[0]} rows for {len(packed.linears)} Linears: download it again"
         )
-    shapes = {LEAVES[leaf]: entry.shape for leaf, entry in entries.items()}
-    for number, linear in enumerate(linears):
-        fused = (number * rows, (number + 1) * rows) if len(linears) > 1 else ()
-        file.stored[linear] = Stored(_kind(file.family, linear, entries), shapes, fused)
+    for number, linear in enumerate(packed.linears):
+        fused = (number * rows, (number + 1) * rows) if len(packed.linears) > 1 else ()
+        file.stored[linear] = Stored(_kind(file.family, linear, entries), _shapes(entries), fused)
         file.shapes[f"{linear}.weight"] = (rows, 2 * entries[CODES].shape[1])
         file.names.update({f"{linear}.{LEAVES[leaf]}": f"{module}.{leaf}" for leaf in entries})
 
 
-def _linears_of(family: FamilySpec, module: str) -> tuple[str, ...]:
+def _add_part(file: PackedFile, packed: PackedLinear, module: str, entries: Mapping[str, TensorEntry]) -> None:
+    """One Linear of the file which with others makes up one of the model. They come in the order of their inputs."""
+    [linear] = packed.linears
+    place = f"@{packed.part}"
+    before = file.stored.get(linear, Stored(JOINED))
+    own = Stored(_kind(file.family, linear + place, entries), _shapes(entries))
+    n, k = entries[CODES].shape[0], 2 * entries[CODES].shape[1]
+    file.stored[linear] = Stored(
+        JOINED,
+        {**before.shapes, **{leaf + place: shape for leaf, shape in own.shapes.items()}},
+        joined=(*before.joined, own),
+        inputs=(*before.inputs, k),
+    )
+    file.shapes[f"{linear}.weight"] = (n, sum((*before.inputs, k)))
+    file.names.update({f"{linear}.{LEAVES[leaf]}{place}": f"{module}.{leaf}" for leaf in entries})
+
+
+def _shapes(entries: Mapping[str, TensorEntry]) -> dict[str, tuple[int, ...]]:
+    return {LEAVES[leaf]: entry.shape for leaf, entry in entries.items()}
+
+
+def _add_awq(file: PackedFile, module: str, entries: Mapping[str, TensorEntry]) -> None:
+    """A Linear of which only the weight is in 4 bits."""
+    file.stored[module] = Stored(AWQ_INT4, {leaf: entry.shape for leaf, entry in entries.items()})
+    file.shapes[f"{module}.weight"] = (4 * entries[CODES].shape[0], 2 * entries[CODES].shape[1])
+    file.names.update({f"{module}.{leaf}": f"{module}.{leaf}" for leaf in entries})
+
+
+def _packed_of(family: FamilySpec, module: str) -> PackedLinear:
+    """What a Linear of the file is to the model; what the family does not name is the one of that name."""
     for packed in family.nunchaku:
         pattern = re.escape(packed.stored).replace(re.escape("{}"), r"(\d+)")
         found = re.fullmatch(pattern, module)
         if found:
-            return tuple(linear.format(found[1]) for linear in packed.linears)
-    return (module,)
+            return replace(packed, linears=tuple(linear.format(found[1]) for linear in packed.linears))
+    return PackedLinear(module, (module,))
 
 
 def _kind(family: FamilySpec, linear: str, entries: Mapping[str, TensorEntry]) -> str:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 PLAIN = "none"
 SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, SVDQUANT_NVFP4 = "svdquant-int4", "svdquant-int4-unsigned", "svdquant-nvfp4"
-GROUPS: Mapping[str, int] = {SVDQUANT_INT4: 64, SVDQUANT_INT4_UNSIGNED: 64, SVDQUANT_NVFP4: 16}
+AWQ_INT4, JOINED = "awq-int4", "joined"
+GROUPS: Mapping[str, int] = {SVDQUANT_INT4: 64, SVDQUANT_INT4_UNSIGNED: 64, SVDQUANT_NVFP4: 16, JOINED: 64}
 """How many input features are rounded together, by kind: no cut may go through them."""
 
 
@@ -15,9 +16,12 @@ GROUPS: Mapping[str, int] = {SVDQUANT_INT4: 64, SVDQUANT_INT4_UNSIGNED: 64, SVDQ
 class Stored:
     """The `kind` of core that holds it, and the full shape of each of its tensors, by what a file calls them behind the
     name of the Linear (`weight`, `bias`, `weight_scale` ...); none for a plain weight that becomes of that kind as it is
-    loaded. Where several Linears are fused in a file, `rows` are the output features of this one.
+    loaded. Where several Linears are fused in a file, `rows` are the output features of this one; where one is stored as
+    several, one for each block of `inputs`, those are `joined`, and `weight@0` is a tensor of the first.
     """
 
     kind: str = PLAIN
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rows: tuple[int, int] | tuple[()] = ()
+    joined: tuple[Stored, ...] = ()
+    inputs: tuple[int, ...] = ()

@@ -11,10 +11,16 @@ import random
 
 import pytest
 import torch
+from torch import nn
 
+from runtime.linear import ParallelLinear
+from runtime.mesh import Mesh
+from runtime.quant.awq import unpack_awq
 from runtime.quant.svdquant import packing
 from runtime.quant.svdquant.formats import INT4, NVFP4, code_values, round_e2m1, value_codes
 from runtime.quant.svdquant.tensors import PackedCut, Packing, every
+from runtime.stored import AWQ_INT4, Stored
+from tests.ranks import run_as_threads
 
 RANK = 32
 SCALE_LANES = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
@@ -276,3 +282,64 @@ def test_parts_that_end_within_a_tile_have_the_same_numbers(n_part, k_part, form
 def test_a_cut_through_a_group_of_inputs_is_refused():
     with pytest.raises(ValueError, match="32 to 64 are no groups of 64"):
         PackedCut("qweight", Packing(128, 128, RANK, INT4), every(128), (slice(32, 64),))
+
+
+# The modulation: 4-bit weights for 16-bit inputs ---------------------------------------------------------------------
+
+
+def awq_words(codes: list[list[int]]) -> torch.Tensor:
+    """Where the published description puts each code: 16-bit words of four, rows in fours, 64 columns of each."""
+    n_size, k_size = len(codes), len(codes[0])
+    memory = bytearray(n_size * k_size // 2)
+    for n in range(n_size):
+        for k in range(k_size):
+            word = ((n // 4 * (k_size // 64) + k // 64) * 4 + n % 4) * 16 + k % 64 // 32 * 8 + k % 8
+            nibble = k % 32 // 8
+            memory[2 * word + nibble // 2] |= codes[n][k] << 4 * (nibble % 2)
+    return torch.frombuffer(memory, dtype=torch.int32).reshape(n_size // 4, k_size // 2)
+
+
+@pytest.mark.parametrize("parts", [3, 6])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_modulation_is_read_in_the_order_of_the_class(degree, parts):
+    """Rows lie feature by feature there, and the scales' biases have 1 added."""
+    width = 128
+    codes = drawn(parts * width, width, below=16)
+    scales, zeros = (torch.tensor(drawn(parts * width, width // 64, below=16, seed=s)).float() for s in (1, 2))
+    bias = torch.tensor(drawn(parts * width, 1, below=16, seed=3)).float().flatten()
+    plain = torch.tensor(codes).float() * scales.repeat_interleave(64, 1) - zeros.repeat_interleave(64, 1)
+    x = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
+    expected = x @ plain.T + bias
+
+    def in_file_order(rows: torch.Tensor) -> torch.Tensor:
+        return torch.stack([rows[part * width + feature] for feature in range(width) for part in range(parts)])
+
+    ones = torch.zeros(parts * width)
+    for part in (1, parts - 2):
+        ones[part * width : (part + 1) * width] = 1
+    tensors = {
+        "qweight": awq_words(in_file_order(torch.tensor(codes)).tolist()),
+        "wscales": in_file_order(scales).T.contiguous(),
+        "wzeros": -in_file_order(zeros).T.contiguous(),
+        "bias": in_file_order(bias + ones),
+    }
+    assert torch.equal(unpack_awq(tensors["qweight"]), in_file_order(torch.tensor(codes, dtype=torch.uint8)))
+    stored = Stored(AWQ_INT4, {leaf: tuple(tensor.shape) for leaf, tensor in tensors.items()})
+
+    def layer(**options: object) -> ParallelLinear:
+        made = ParallelLinear(nn.Linear(width, parts * width, device="meta"), stored=stored, **options)
+        for leaf, tensor in tensors.items():
+            part = made.local_part(leaf)
+            part.place(part.cut.take(tensor))
+        return made
+
+    assert torch.allclose(layer()(x), expected, rtol=1e-4, atol=1e-3)
+
+    def run(mesh: Mesh) -> None:
+        gathered = layer(mode="gather", group=mesh.group("tensor"))
+        assert torch.allclose(gathered(x), expected, rtol=1e-4, atol=1e-3)
+        assert gathered.core.qweight.shape == (parts * width // 2, width // 2)
+
+    if degree > 1:
+        with torch.inference_mode():
+            run_as_threads({"tensor": degree}, run)

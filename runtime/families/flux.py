@@ -23,6 +23,7 @@ from .spec import (
 
 PATCH = (2, 2)
 RENAMES = (
+    (r"^((?:single_)?transformer_blocks\.\d+)\.(norm_(?:added_)?[qk])\.", r"\1.attn.\2."),
     (r"^img_in\.", "x_embedder."),
     (r"^txt_in\.", "context_embedder."),
     (r"^time_in\.", "time_text_embed.timestep_embedder."),
@@ -182,6 +183,8 @@ NUNCHAKU = (
     PackedLinear(_DOUBLE + "mlp_context_fc2", (_DOUBLE + "ff_context.net.2",)),
     PackedLinear(_SINGLE + "qkv_proj", tuple(f"{_SINGLE}attn.to_{x}" for x in "qkv")),
     PackedLinear(_SINGLE + "mlp_fc1", (_SINGLE + "proj_mlp",)),
+    PackedLinear(_SINGLE + "out_proj", (_SINGLE + "proj_out",), part=0),
+    PackedLinear(_SINGLE + "mlp_fc2", (_SINGLE + "proj_out",), part=1),
 )
 
 FLUX = FamilySpec(
@@ -250,7 +253,7 @@ FLUX = FamilySpec(
     text_length=512,
     tiny=TINY,
     nunchaku=NUNCHAKU,
-    after_gelu=rf"{DOUBLE}\.(ff|ff_context)\.net\.2",
+    after_gelu=rf"{DOUBLE}\.(ff|ff_context)\.net\.2|{SINGLE}\.proj_out@1",
     pooled_width="pooled_projection_dim",
     packed=True,
     timestep_scale=1.0,

@@ -100,11 +100,13 @@ class TensorSplit:
 @dataclass(frozen=True)
 class PackedLinear:
     """A 4-bit Linear of Nunchaku's files: its name there, and the Linears of the class of which it has the rows one after
-    the other; `{}` stands for the number of the block.
+    the other; `{}` stands for the number of the block. `part` is the place of its inputs among the parts of the inputs of
+    the one Linear that it belongs to, where it has only those.
     """
 
     stored: str
     linears: tuple[str, ...]
+    part: int | None = None
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ class FamilySpec:
         for block in sorted({int(number[1]) for number in waiting.values() if number}):
             for packed in self.nunchaku:
                 names = tuple(name.format(block) for name in packed.linears)
-                if waiting.keys() >= set(names):
+                if packed.part is None and waiting.keys() >= set(names):
                     found[packed.stored.format(block)] = names
         fused = {name for names in found.values() for name in names}
         return found | {name: (name,) for name in waiting if name not in fused}

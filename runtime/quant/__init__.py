@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..stored import PLAIN, SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, SVDQUANT_NVFP4
+from ..stored import AWQ_INT4, JOINED, PLAIN
+from .awq import AWQCore
 from .core import Core
+from .joined import JoinedCore
 from .plain import PlainCore
-from .svdquant.core import Int4Core, NVFP4Core, UnsignedInt4Core
+from .svdquant.core import FOUR_BIT
 
-CORES: Mapping[str, type[Core]] = {
-    PLAIN: PlainCore,
-    SVDQUANT_INT4: Int4Core,
-    SVDQUANT_INT4_UNSIGNED: UnsignedInt4Core,
-    SVDQUANT_NVFP4: NVFP4Core,
-}
+CORES: Mapping[str, type[Core]] = {PLAIN: PlainCore, **FOUR_BIT, AWQ_INT4: AWQCore, JOINED: JoinedCore}
 """By `Stored.kind`."""

@@ -13,8 +13,11 @@ class Core(nn.Module):
     """One rank's part of a Linear, as a kind of file stores it.
 
     `cut` is the part of the weight `(out, in)`; `stored` says which tensors a file has for the whole of it. A kind
-    answers for each of them how much this rank keeps (`part`), and takes them one by one (`place`).
+    answers for each of them how much this rank keeps (`part`), and takes them one by one (`place`). `own_bias`: it holds
+    the bias itself.
     """
+
+    own_bias = False
 
     def __init__(self, linear: nn.Linear, cut: Cut, stored: Stored) -> None:
         super().__init__()

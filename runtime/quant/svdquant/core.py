@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ...parallel.shares import WHOLE, Cut
-from ...stored import Stored
+from ...stored import SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, SVDQUANT_NVFP4, Stored
 from ..core import Core
 from .formats import INT4, NVFP4, SHIFT, UNSIGNED_INT4, Format, code_values, round_activations
 from .making import on_load_rank, pack_on_load
@@ -109,3 +111,11 @@ class NVFP4Core(SVDQuantCore):
     """E2M1 floats, in groups of 16."""
 
     form = NVFP4
+
+
+FOUR_BIT: Mapping[str, type[SVDQuantCore]] = {
+    SVDQUANT_INT4: Int4Core,
+    SVDQUANT_INT4_UNSIGNED: UnsignedInt4Core,
+    SVDQUANT_NVFP4: NVFP4Core,
+}
+"""By `Stored.kind`."""

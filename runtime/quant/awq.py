@@ -1,0 +1,81 @@
+"""A weight in 4 bits for inputs in 16 (AWQ, Lin et al. 2023, arXiv:2306.00978): the modulation of Nunchaku's files.
+
+Files have the rows of modulation in the order (feature, part), where the class has (part, feature), and a 1 added to the
+biases of what the class itself adds 1 to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..parallel.shares import Cut
+from ..stored import Stored
+from .core import Core
+
+GROUP = 64
+
+
+def unpack_awq(packed: torch.Tensor) -> torch.Tensor:
+    """`(N / 4, K / 2)` int32 -> `(N, K)` uint8 codes. Four rows lie side by side, 64 columns of each; a 16-bit word has the
+    columns k, k + 8, k + 16, k + 24.
+    """
+    fours, k = packed.shape[0], 2 * packed.shape[1]
+    words = packed.contiguous().view(torch.int16).reshape(fours, k // GROUP, 4, 2, 8).int()
+    codes = torch.stack([words >> shift & 15 for shift in (0, 4, 8, 12)], dim=-2)  # four tile row half nibble word
+    return codes.permute(0, 2, 1, 3, 4, 5).reshape(4 * fours, k).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class AWQCut:
+    """The rows of a cut in the order of the class, of one of the tensors; codes two in a byte."""
+
+    leaf: str
+    parts: int
+    cut: Cut
+
+    def take(self, full: Any) -> torch.Tensor:
+        """From a tensor as a file has it, or a slice of a safetensors file."""
+        tensor = full[:]
+        if self.leaf == "qweight":
+            tensor = unpack_awq(tensor)
+        elif self.leaf != "bias":
+            tensor = tensor.T
+        rows = tensor.unflatten(0, (-1, self.parts)).transpose(0, 1)
+        if self.leaf == "bias" and self.parts > 1:
+            rows = rows.clone()
+            rows[1] -= 1
+            rows[-2] -= 1 if self.parts > 3 else 0
+        rows = self.cut.take(rows.flatten(0, 1)).contiguous()
+        return rows[:, ::2] | rows[:, 1::2] << 4 if self.leaf == "qweight" else rows
+
+
+class AWQCore(Core):
+    """`y = x (codes * scale + zero)^T`, a scale and a zero for 64 features of a row."""
+
+    def __init__(self, linear: nn.Linear, cut: Cut, stored: Stored) -> None:
+        super().__init__(linear, cut, stored)
+        n = cut.take(linear.weight).shape[0]
+        groups = stored.shapes["wscales"][0]
+        for leaf, shape, dtype in (
+            ("qweight", (n, linear.in_features // 2), torch.uint8),
+            ("wscales", (n, groups), linear.weight.dtype),
+            ("wzeros", (n, groups), linear.weight.dtype),
+        ):
+            held = torch.empty(shape, dtype=dtype, device="meta")
+            self.register_parameter(leaf, nn.Parameter(held, requires_grad=False))
+        self._parts = linear.out_features // linear.in_features
+
+    def part(self, leaf: str) -> AWQCut:
+        return AWQCut(leaf, self._parts, self.cut)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`(..., in)` -> `(..., out)`."""
+        codes = torch.stack([self.qweight & 15, self.qweight >> 4], dim=-1).flatten(1).to(x.dtype)
+        groups = codes.unflatten(1, (-1, GROUP))
+        scales, zeros = (tensor[:, : groups.shape[1], None].to(x.dtype) for tensor in (self.wscales, self.wzeros))
+        return F.linear(x, (groups * scales + zeros).flatten(1), bias)

@@ -1,0 +1,147 @@
+"""A file with Nunchaku's names is the model it was made of: fused projections, split inputs, modulation and all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runtime.checkpoint import build_transformer, random_tensors
+from runtime.errors import Refused
+from runtime.families.flux import FLUX
+from runtime.inspection import inspect_model
+from runtime.quant.svdquant.formats import INT4
+from runtime.quant.svdquant.tensors import Packing
+from tests.ranks import Case, relative_error, run_as_threads, run_case, run_on_one
+from tests.test_svdquant_format import awq_words
+
+WIDTH = 128
+OLD_NAMES = {
+    "proj_down": "lora_down",
+    "proj_up": "lora_up",
+    "smooth_factor": "smooth",
+    "smooth_factor_orig": "smooth_orig",
+}
+MODULATIONS = {
+    "transformer_blocks.{}.norm1": 6,
+    "transformer_blocks.{}.norm1_context": 6,
+    "single_transformer_blocks.{}.norm": 3,
+}
+
+
+def four_bit(weight: torch.Tensor, bias: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A Linear as such a file has it, all of whose weight is in the low rank: codes of 0 round nothing."""
+    n, k = weight.shape
+    left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
+    packing = Packing(n, k, len(sizes), INT4)
+    plain = {
+        "qweight": torch.zeros(n, k, dtype=torch.uint8),
+        "wscales": torch.ones(n, k // 64, dtype=torch.bfloat16),
+        "proj_up": left * sizes,
+        "proj_down": right,
+        "smooth_factor": torch.ones(k),
+        "smooth_factor_orig": torch.ones(k),
+        "bias": bias,
+    }
+    return {leaf: packing.packed(leaf, tensor).contiguous() for leaf, tensor in plain.items()}
+
+
+def modulation(parts: int, seed: int, bias: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A weight that 4 bits can hold, and how such a file has it: features outermost, 1 added to the biases of scales."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (parts * WIDTH, WIDTH), generator=generator)
+    scales = (torch.rand(parts * WIDTH, WIDTH // 64, generator=generator) + 0.5) / 100
+    zeros = -8 * scales
+    weight = codes * scales.repeat_interleave(64, 1) + zeros.repeat_interleave(64, 1)
+    lifted = bias.unflatten(0, (parts, WIDTH)).clone()
+    for part in {1, parts - 2}:
+        lifted[part] += 1
+
+    def interleaved(rows: torch.Tensor) -> torch.Tensor:
+        return rows.unflatten(0, (parts, WIDTH)).transpose(0, 1).flatten(0, 1)
+
+    return weight, {
+        "qweight": awq_words(interleaved(codes).tolist()),
+        "wscales": interleaved(scales).T.contiguous(),
+        "wzeros": interleaved(zeros).T.contiguous(),
+        "bias": interleaved(lifted.flatten()).contiguous(),
+    }
+
+
+def write_both(folder: Path) -> tuple[Path, Path]:
+    """The tiny Flux as a diffusers folder, and as a file of Nunchaku's first generation of names."""
+    _, shapes = build_transformer(inspect_model("random:flux"))
+    plain = dict(random_tensors(shapes))
+    packed: dict[str, torch.Tensor] = {}
+    for block in range(2):
+        for number, (name, parts) in enumerate(MODULATIONS.items()):
+            linear = f"{name.format(block)}.linear"
+            weight, tensors = modulation(parts, 10 * block + number, plain[f"{linear}.bias"])
+            plain[f"{linear}.weight"] = weight
+            packed |= {f"{linear}.{leaf}": tensor for leaf, tensor in tensors.items()}
+        for each in FLUX.nunchaku:
+            linears = [linear.format(block) for linear in each.linears]
+            weight, bias = (torch.cat([plain[f"{linear}.{leaf}"] for linear in linears]) for leaf in ("weight", "bias"))
+            if each.part is not None:
+                weight, bias = weight.split([WIDTH, 4 * WIDTH], dim=1)[each.part], bias * (0.25, 0.75)[each.part]
+            tensors = four_bit(weight, bias)
+            packed |= {f"{each.stored.format(block)}.{OLD_NAMES.get(leaf, leaf)}": t for leaf, t in tensors.items()}
+    linears = {linear.format(block) for each in FLUX.nunchaku for linear in each.linears for block in range(2)}
+    linears |= {f"{name.format(block)}.linear" for name in MODULATIONS for block in range(2)}
+    for name, tensor in plain.items():
+        if name.rpartition(".")[0] not in linears:
+            packed[name.replace("attn.norm_", "norm_")] = tensor
+    config = {"_class_name": FLUX.transformer_class, **FLUX.tiny}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: t.contiguous() for name, t in plain.items()}, folder / "diffusion_pytorch_model.safetensors")
+    path = folder / "svdq-int4_r128-tiny.safetensors"
+    save_file(packed, path, metadata={"config": json.dumps(config)})
+    return folder, path
+
+
+def test_an_old_flux_file_is_the_model_it_was_made_of(tmp_path):
+    folder, path = write_both(tmp_path)
+    facts = inspect_model(str(path))
+    kinds = {
+        name.partition(".")[0] + "." + name.partition("0.")[2]: each.kind
+        for name, each in facts.stored.items()
+        if ".0." in name
+    }
+    assert kinds["single_transformer_blocks.proj_out"] == "joined"
+    assert kinds["transformer_blocks.norm1.linear"] == "awq-int4"
+    assert [each.kind for each in facts.stored["single_transformer_blocks.1.proj_out"].joined] == [
+        "svdquant-int4",
+        "svdquant-int4-unsigned",
+    ]
+    case = {"family": "flux", "latent": (1, 16, 8, 8), "steps": 2}
+    [reference] = run_on_one([Case(model=str(folder), **case)])
+    [result] = run_on_one([Case(model=str(path), **case)])
+    print(f"{relative_error(result, reference):.1e}")
+    assert relative_error(result, reference) < 1e-4
+    packed = Case(model=str(path), **case)
+    for part in run_as_threads({"tensor": 2}, lambda mesh: run_case(packed, mesh, {})):
+        assert relative_error(part, reference) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "metadata", "says"),
+    [
+        ({}, {}, "no configuration in its metadata"),
+        ({}, {"config": "{"}, "no configuration in its metadata"),
+        ({}, {"config": '{"_class_name": "SanaTransformer2DModel"}'}, "SanaTransformer2DModel in 4 bits"),
+        (
+            {"x.strange": torch.ones(1)},
+            {"config": '{"_class_name": "FluxTransformer2DModel"}'},
+            "no 4-bit Linear that is known",
+        ),
+    ],
+)
+def test_a_file_that_says_too_little_is_refused(tmp_path, change, metadata, says):
+    path = tmp_path / "x.safetensors"
+    tensors = {"x.qweight": torch.zeros(128, 64, dtype=torch.int8), "x.wscales": torch.ones(2, 128), **change}
+    save_file(tensors, path, metadata=metadata or None)
+    with pytest.raises(Refused, match=says):
+        inspect_model(str(path))
