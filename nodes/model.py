@@ -52,7 +52,8 @@ class OutriggerLoadModel(io.ComfyNode):
                     optional=True,
                     default=QUANT_KINDS[0],
                     tooltip=(
-                        "none: as the file stores them. svdquant-int4 or svdquant-nvfp4: 4-bit weights and activations with "
+                        "none: as the file stores them. fp8: the blocks' matrices rounded to 8 bits, as fp8_e4m3fn of Load "
+                        "Diffusion Model. svdquant-int4 or svdquant-nvfp4: 4-bit weights and activations with "
                         "a low-rank branch (rank 32), made of a plain file as it is loaded."
                     ),
                 ),

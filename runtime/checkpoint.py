@@ -22,7 +22,7 @@ from .offload.tensor_file import TensorFile
 from .parallel.shares import WHOLE, RowsOf
 from .positions import CentredPositions
 from .progress import ReportProgress
-from .stored import Stored
+from .stored import WEIGHT_SCALE, Stored
 from .timesteps import TimestepWaves
 
 STAGE = "loading"
@@ -133,8 +133,10 @@ def fill_transformer(
 
 
 def held_dtype(name: str, tensor: torch.Tensor, facts: ModelFacts, dtype: torch.dtype) -> torch.dtype | None:
-    """What a tensor is converted to; None for codes that another tensor scales, which stay as they are."""
-    if not _is_number(tensor):
+    """What a tensor is converted to; None for codes that another tensor scales, and for scales, which stay as they are."""
+    layer, _, leaf = name.rpartition(".")
+    coded = layer in facts.stored and leaf != "bias" and tensor.element_size() == 1
+    if coded or leaf == WEIGHT_SCALE or not tensor.is_floating_point():
         return None
     return torch.float32 if facts.spec.stays_float32(name) else dtype
 
@@ -213,8 +215,3 @@ def random_tensors(shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, drawn / drawn[0].numel() ** 0.5
         else:
             yield name, drawn * 0.1 + ("norm" in name and name.endswith("weight"))
-
-
-def _is_number(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of plain numbers, not of codes that another tensor scales."""
-    return tensor.is_floating_point() and tensor.element_size() > 1

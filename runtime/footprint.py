@@ -7,7 +7,7 @@ import re
 
 from .inspection import ModelFacts
 from .settings import AUTO, MemorySettings, amount_of
-from .stored import AWQ_INT4, GROUPS, SVDQUANT_NVFP4
+from .stored import AWQ_INT4, FP8, FP8_E5M2, GROUPS, SVDQUANT_NVFP4
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FLOAT32_BYTES = 4
@@ -47,6 +47,8 @@ def _bytes_held(facts: ModelFacts, name: str, shape: tuple[int, ...], dtype: str
     stored = facts.stored.get(name.removesuffix(".weight"))
     if stored is not None and stored.kind == AWQ_INT4:
         return elements * (0.5 + 2 * plain / AWQ_GROUP)
+    if stored is not None and stored.kind in (FP8, FP8_E5M2):
+        return elements
     if stored is None or stored.kind not in GROUPS:
         return elements * (FLOAT32_BYTES if facts.spec.stays_float32(name) else plain)
     scale = (1 if stored.kind == SVDQUANT_NVFP4 else plain) / GROUPS[stored.kind]
@@ -55,6 +57,8 @@ def _bytes_held(facts: ModelFacts, name: str, shape: tuple[int, ...], dtype: str
 
 def _elements_held(facts: ModelFacts, name: str, shape: tuple[int, ...], degree: int) -> int:
     """How many numbers of a tensor the first rank holds: it has the largest share of each, and the biases of rows."""
+    if math.prod(shape) == 1:
+        return 1
     module, _, leaf = name.rpartition(".")
     split = facts.spec.tensor
     for shard in split.linears:

@@ -13,11 +13,11 @@ from typing import Any
 from .errors import Refused
 from .families import FAMILIES
 from .families.spec import FamilySpec
-from .layouts import Layout, Rows, renamed, transformer_part
+from .layouts import Layout, Rows, eight_bit_layers, renamed, transformer_part
 from .nunchaku_file import is_packed, read_packed
 from .safetensors_header import TensorEntry, read_header, read_metadata
 from .settings import TINY_SHAPES
-from .stored import PLAIN, Stored
+from .stored import FP8, FP8_FORMATS, PLAIN, Stored
 from .tiny_shapes import MODEL_FOLDER
 
 RANDOM = "random:"
@@ -78,7 +78,10 @@ def inspect_model(model: str, *, quant: str = PLAIN) -> ModelFacts:
     if facts.stored:
         raise Refused(f"{facts.name} is quantised already: set quant to {PLAIN}, which runs it as it is stored")
     linears = {name.removesuffix(".weight") for name in facts.shapes if name.endswith(".weight")}
-    chosen = {name: Stored(quant) for name in sorted(linears) if facts.spec.four_bit(name)}
+    suits = facts.spec.in_block if quant == FP8 else facts.spec.four_bit
+    chosen = {
+        name: Stored(quant) for name in sorted(linears) if len(facts.shapes[f"{name}.weight"]) == 2 and suits(name)
+    }
     if not chosen:
         raise Refused(f"quant {quant}: no Linear of {facts.name} can be held so. Set quant to {PLAIN}")
     return replace(facts, stored=MappingProxyType(chosen))
@@ -192,7 +195,8 @@ def _transformer_folder(path: Path) -> ModelFacts:
             raise Refused(f"{path / 'config.json'} does not say {key}: the file is damaged, download it again")
     headers = {file: read_header(file) for file in _weight_files(path)}
     entries = {name: entry for header in headers.values() for name, entry in header.items()}
-    _refuse_formats(path, entries)
+    layout = Layout.of(replace(family, renames=(), fused=()), entries)
+    _refuse_formats(path, layout.stored_formats)
     width = config[family.heads] * config[family.head_dim]
     if not any(width in entry.shape for entry in entries.values()):
         raise Refused(
@@ -200,8 +204,7 @@ def _transformer_folder(path: Path) -> ModelFacts:
             f"{config[family.head_dim]}, but no tensor is {width} wide: the file is damaged, download it again"
         )
     sources = tuple(Source(file, {name: name for name in header}) for file, header in headers.items())
-    shapes = {name: entry.shape for header in headers.values() for name, entry in header.items()}
-    return _facts(family, config, sources=sources, shapes=shapes)
+    return _facts(family, config, sources=sources, shapes=layout.shapes, stored=_eight_bit(path, layout, family))
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -261,7 +264,7 @@ def _packed_file(path: Path, header: Mapping[str, TensorEntry]) -> ModelFacts:
     if other:
         raise Refused(f"{path} is {other}, which is not available yet. Available: {file.family.title}")
     plain = {name for name in file.names if name.rpartition(".")[0] not in file.stored}
-    _refuse_formats(path, {file.names[name]: header[file.names[name]] for name in plain})
+    _refuse_formats(path, {file.names[name]: header[file.names[name]].dtype for name in plain})
     source = Source(path, MappingProxyType(file.names))
     return _facts(file.family, file.config, sources=(source,), shapes=file.shapes, stored=MappingProxyType(file.stored))
 
@@ -297,7 +300,7 @@ def _file_of(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], 
     missing = [name for name in family.signature if name not in names]
     if missing:
         raise Refused(f"{path} looks like {family.title}, but lacks {', '.join(missing)}: download it again")
-    _refuse_formats(path, header)
+    _refuse_formats(path, layout.stored_formats)
     try:
         config = family.config_from(shapes)
     except (KeyError, IndexError, ValueError) as error:
@@ -308,17 +311,21 @@ def _file_of(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], 
     if config[family.heads] < 1:
         raise Refused(f"{path} is too narrow for {family.title}: {shapes[family.signature[0]]}")
     sources = (Source(path, MappingProxyType(names), MappingProxyType(layout.rows)),)
-    return _facts(family, config, sources=sources, shapes=shapes)
+    return _facts(family, config, sources=sources, shapes=shapes, stored=_eight_bit(path, layout, family))
 
 
-def _refuse_formats(path: Path, header: Mapping[str, TensorEntry]) -> None:
-    for name, entry in header.items():
-        if entry.dtype.startswith("F8") or name.endswith(("scale_weight", "scaled_fp8")):
+def _refuse_formats(path: Path, formats: Mapping[str, str]) -> None:
+    for name, number_format in formats.items():
+        if number_format not in ("F64", "F32", "F16", "BF16", *FP8_FORMATS):
             raise Refused(
-                f"{path} is quantised to 8 bit ({name} is {entry.dtype}), which is not available yet: use the bf16 or "
-                f"fp16 file of this model"
+                f"{path} is quantised ({name} is {number_format}), which is not available yet: use the bf16 file"
             )
-        if entry.dtype not in ("F64", "F32", "F16", "BF16"):
-            raise Refused(
-                f"{path} is quantised ({name} is {entry.dtype}), which is not available yet: use the bf16 file"
-            )
+
+
+def _eight_bit(path: Path, layout: Layout, family: FamilySpec) -> Mapping[str, Stored]:
+    try:
+        return MappingProxyType(eight_bit_layers(layout, family))
+    except ValueError as error:
+        raise Refused(
+            f"{path} is quantised to 8 bit in a way that is not available ({error}): use the bf16 file"
+        ) from error

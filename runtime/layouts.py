@@ -10,9 +10,15 @@ from itertools import accumulate, pairwise
 
 from .families.spec import FamilySpec, Fused
 from .safetensors_header import TensorEntry
+from .stored import FP8_FORMATS, FP8_WIDENED, WEIGHT_SCALE, Stored
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 """What ComfyUI puts before the transformer's names, in an all-in-one checkpoint or a file of its own."""
+LEAVES = {"scale_weight": WEIGHT_SCALE}
+"""What ComfyUI's older 8-bit files call a tensor of a layer, as we and its newer ones do."""
+WITHOUT_USE = ("scaled_fp8", "comfy_quant", "scale_input", "input_scale")
+"""Marks of ComfyUI's 8-bit files, of which the formats of their tensors say the same; and scales of inputs, which are not
+rounded here."""
 Rows = tuple[slice, ...]
 """Spans of a stored tensor's rows, in the order in which they make up another."""
 
@@ -20,21 +26,29 @@ Rows = tuple[slice, ...]
 @dataclass(frozen=True)
 class Layout:
     """A transformer's tensors by the names of its class: what the file calls each, its shape and, where it is a part of what
-    the file has, which rows.
+    the file has, which rows; and its number format as the header has it.
     """
 
     names: dict[str, str] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     rows: dict[str, Rows] = field(default_factory=dict)
+    formats: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def stored_formats(self) -> dict[str, str]:
+        """The number formats by what the file calls the tensors."""
+        return {self.names[name]: number_format for name, number_format in self.formats.items()}
 
     @classmethod
     def of(cls, family: FamilySpec, header: Mapping[str, TensorEntry]) -> Layout:
         """How a file of this family lies, from the part of its header that is the transformer's."""
         layout = cls()
-        for stored, entry in header.items():
+        used = {name: entry for name, entry in header.items() if name.rpartition(".")[2] not in WITHOUT_USE}
+        for stored, entry in used.items():
             for name, rows in _meant(renamed(stored, family), entry.shape, family):
                 layout.names[name] = stored
                 layout.shapes[name] = entry.shape
+                layout.formats[name] = entry.dtype
                 if rows:
                     layout.rows[name] = rows
                     layout.shapes[name] = (sum(span.stop - span.start for span in rows), *entry.shape[1:])
@@ -56,7 +70,23 @@ def renamed(name: str, family: FamilySpec) -> str:
         name = name.removeprefix(prefix)
     for pattern, replacement in family.renames:
         name = re.sub(pattern, replacement, name)
-    return name
+    layer, dot, leaf = name.rpartition(".")
+    return f"{layer}{dot}{LEAVES.get(leaf, leaf)}"
+
+
+def eight_bit_layers(layout: Layout, family: FamilySpec) -> dict[str, Stored]:
+    """The Linears whose weights are in 8 bits. Raises `ValueError` for one that is scaled by more than one number."""
+    found = {}
+    for name, number_format in layout.formats.items():
+        layer, _, leaf = name.rpartition(".")
+        if number_format not in FP8_FORMATS or leaf != "weight" or len(layout.shapes[name]) != 2:
+            continue
+        names = {leaf: f"{layer}.{leaf}" for leaf in ("weight", "bias", WEIGHT_SCALE)}
+        shapes = {leaf: layout.shapes[name] for leaf, name in names.items() if name in layout.shapes}
+        if math.prod(shapes.get(WEIGHT_SCALE, ())) != 1:
+            raise ValueError(f"{layout.names[name]} is scaled by {shapes[WEIGHT_SCALE]} numbers")
+        found[layer] = Stored(FP8_WIDENED if family.stays_float32(name) else FP8_FORMATS[number_format], shapes)
+    return found
 
 
 def block_spans(blocks: tuple[int, ...], rows: int) -> list[slice]:

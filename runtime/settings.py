@@ -32,7 +32,7 @@ SCHEDULER_NAMES = (
 )  # fmt: skip
 """Both in ComfyUI's order."""
 DTYPES = ("auto", "bf16", "fp16", "fp32")
-QUANT_KINDS = ("none", "svdquant-int4", "svdquant-nvfp4")
+QUANT_KINDS = ("none", "fp8", "svdquant-int4", "svdquant-nvfp4")
 OFFLOAD_KINDS = ("none", "layerwise", "disk")
 
 AUTO = "auto"
@@ -172,7 +172,7 @@ class ModelSettings(Settings):
 
     model: str = Field(min_length=1)
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    quant: Literal["none", "svdquant-int4", "svdquant-nvfp4"] = "none"
+    quant: Literal["none", "fp8", "svdquant-int4", "svdquant-nvfp4"] = "none"
     text_encoder: str = FROM_MODEL
     text_encoder_2: str = FROM_MODEL
     vae: str = FROM_MODEL

@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 PLAIN = "none"
 SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, SVDQUANT_NVFP4 = "svdquant-int4", "svdquant-int4-unsigned", "svdquant-nvfp4"
 AWQ_INT4, JOINED = "awq-int4", "joined"
+FP8, FP8_E5M2, FP8_WIDENED = "fp8", "fp8-e5m2", "fp8-widened"
+FP8_FORMATS: Mapping[str, str] = {"F8_E4M3": FP8, "F8_E5M2": FP8_E5M2}
+"""The kind of core by the format that a file's header names."""
+WEIGHT_SCALE = "weight_scale"
+"""What an 8-bit weight is multiplied with: one float32 number."""
 GROUPS: Mapping[str, int] = {SVDQUANT_INT4: 64, SVDQUANT_INT4_UNSIGNED: 64, SVDQUANT_NVFP4: 16, JOINED: 64}
 """How many input features are rounded together, by kind: no cut may go through them."""
 

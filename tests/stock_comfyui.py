@@ -237,6 +237,19 @@ def weights(found, x: torch.Tensor) -> torch.Tensor:
     return whole
 
 
+def widened(case: dict, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The input "codes", 8 bits, as a weight scaled by the input "scale"."""
+    from comfy.quant_ops import QuantizedTensor, TensorCoreFP8Layout
+
+    dtype = getattr(torch, case["dtype"])
+    if hasattr(TensorCoreFP8Layout, "Params"):  # ComfyUI 0.29
+        parameters = TensorCoreFP8Layout.Params(
+            scale=inputs["scale"], orig_dtype=dtype, orig_shape=inputs["codes"].shape
+        )
+        return QuantizedTensor(inputs["codes"], "TensorCoreFP8E4M3Layout", parameters).dequantize()
+    return TensorCoreFP8Layout.dequantize(inputs["codes"], scale=inputs["scale"], orig_dtype=dtype)
+
+
 def step_seed_offset() -> torch.Tensor:
     """What this version adds to the seed of the noise between steps on a CPU."""
     from comfy.k_diffusion.sampling import default_noise_sampler
@@ -273,6 +286,7 @@ def main(request_path: str, inputs_path: str, results_path: str) -> None:
         "shifts": shifts,
         "noise": noise,
         "regions": lambda case: regions(case, inputs),
+        "widened": lambda case: widened(case, inputs),
         "previews": lambda case: preview(case, inputs),
     }
     for kind, compute in kinds.items():

@@ -128,13 +128,6 @@ def test_relatives_are_refused_by_name(tmp_path, original, change, words):
     assert words in str(refusal.value), str(refusal.value)
 
 
-def test_eight_bit_files_are_refused_by_name(tmp_path, original):
-    name = "blocks.0.self_attn.q.weight"
-    tensors = {**original, name: original[name].to(torch.float8_e4m3fn)}
-    with pytest.raises(Refused, match=r"8 bit.*F8_E4M3"):
-        inspect_model(saved(tmp_path / "fp8.safetensors", tensors))
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [("model.ckpt", "pickle"), ("model.pt", "pickle"), ("model.gguf", "GGUF"), ("model.txt", "not a .safetensors")],

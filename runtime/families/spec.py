@@ -215,9 +215,12 @@ class FamilySpec:
         """Whether a Linear may be held in 4 bits: one of a block that tensor parallel cuts in two halves of a pair, which
         leaves out modulation and whatever is near the input and the output.
         """
-        in_block = any(re.match(rf"{block}\.\d+\.", linear) for block in self.blocks)
         halves = (shard for shard in self.tensor.linears if shard.mode in ("column", "row"))
-        return in_block and any(re.fullmatch(shard.pattern, linear) for shard in halves)
+        return self.in_block(linear) and any(re.fullmatch(shard.pattern, linear) for shard in halves)
+
+    def in_block(self, linear: str) -> bool:
+        """Whether a Linear is one of a block."""
+        return any(re.match(rf"{block}\.\d+\.", linear) for block in self.blocks)
 
     def stays_float32(self, name: str) -> bool:
         """Whether a tensor is held in float32, whatever number format is asked for."""

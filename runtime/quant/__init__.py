@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..stored import AWQ_INT4, JOINED, PLAIN
+from ..stored import AWQ_INT4, FP8, FP8_E5M2, FP8_WIDENED, JOINED, PLAIN
 from .awq import AWQCore
 from .core import Core
+from .fp8 import Fp8Core, Fp8E5M2Core, WidenedFp8Core
 from .joined import JoinedCore
 from .plain import PlainCore
 from .svdquant.core import FOUR_BIT
 
-CORES: Mapping[str, type[Core]] = {PLAIN: PlainCore, **FOUR_BIT, AWQ_INT4: AWQCore, JOINED: JoinedCore}
+CORES: Mapping[str, type[Core]] = {
+    PLAIN: PlainCore,
+    FP8: Fp8Core,
+    FP8_E5M2: Fp8E5M2Core,
+    FP8_WIDENED: WidenedFp8Core,
+    **FOUR_BIT,
+    AWQ_INT4: AWQCore,
+    JOINED: JoinedCore,
+}
 """By `Stored.kind`."""
