@@ -48,7 +48,7 @@ def files(pipeline, tmp_path_factory) -> list[Path]:
     names = {"down": ".lora_A.weight", "up": ".lora_B.weight", "name": lambda layer: f"transformer.{layer}"}
     tensors = [pairs(layers, Draw(seed), rank=RANK, **names) for seed in range(4)]
     paths = [folder / f"{number}.safetensors" for number in range(5)]
-    for path, each in zip(paths, [*tensors, dora(dict(list(layers.items())[:4]), Draw(9), by_row=True)], strict=True):
+    for path, each in zip(paths, [*tensors, dora(dict(list(layers.items())[:1]), Draw(9), by_row=True)], strict=True):
         save_file(each, path)
     return paths
 
@@ -110,6 +110,6 @@ def test_a_hundred_swaps_hold_no_more_than_two(pipeline, files):
     after = []
     for number in range(100):
         pipeline.use_loras(stacks[number % len(stacks)])
-        if number % len(stacks) == 3:
+        if number % 20 == 19:
             after.append(held_bytes())
-    assert len(set(after[1:])) == 1, after
+    assert len(after) == 5 and len(set(after)) == 1, after
