@@ -58,6 +58,17 @@ def to_conditioning(value: Any, what: str) -> tuple[Conditioning, ...]:
     return tuple(_entry(entry, what) for entry in value)
 
 
+def has_no_embedding(value: Any, what: str) -> bool:
+    """Whether a CONDITIONING is `[[None, {...}]]`, which stands for no prompt. Raises `ValueError` for what is not honoured."""
+    if not isinstance(value, (list, tuple)) or len(value) != 1 or not isinstance(value[0], (list, tuple)):
+        return False
+    embedding, options = (*value[0], None, None)[:2]
+    if embedding is not None or not isinstance(options, dict):
+        return False
+    _refuse_unhonoured(options, what)
+    return True
+
+
 def _entry(entry: Any, what: str) -> Conditioning:
     """One entry of a CONDITIONING, `[embedding, options]`, as a message."""
     if not isinstance(entry, (list, tuple)) or len(entry) != 2 or not isinstance(entry[1], dict):

@@ -115,7 +115,7 @@ def prompt_sockets() -> list[io.Input]:
         io.Conditioning.Input(
             "negative",
             optional=True,
-            tooltip="What the picture should not show. Unconnected: the empty prompt, where cfg asks for one.",
+            tooltip="What the picture should not show. Without one: the empty prompt, where cfg asks for it.",
         ),
     ]
 
@@ -178,8 +178,8 @@ def _shift(name: str, default: float, tooltip: str) -> io.Input:
 
 
 def _negative(model: Any, negative: Any, needed: bool, display: NodeDisplay) -> tuple:
-    """The negative prompt; where none is connected and sampling needs one, the model's own empty prompt."""
-    if negative is not None:
+    """The negative prompt; where there is none (nothing connected, or no embedding) and it is needed, the empty prompt."""
+    if negative is not None and not convert.has_no_embedding(negative, "negative"):
         return convert.to_conditioning(negative, "negative")
     if not needed:
         return ()

@@ -43,6 +43,11 @@ def analytic_model(family: str = "wan"):
     kind, config = {
         "wan": (model_base.ModelType.FLOW, supported_models.WAN21_T2V({"image_model": "wan2.1", "model_type": "t2v"})),
         "flux": (model_base.ModelType.FLUX, supported_models.Flux({"image_model": "flux", "guidance_embed": True})),
+        "flux-schnell": (
+            model_base.ModelType.FLOW,
+            supported_models.FluxSchnell({"image_model": "flux", "guidance_embed": False}),
+        ),
+        "qwen": (model_base.ModelType.FLUX, supported_models.QwenImage({"image_model": "qwen_image"})),
     }[family]
     config.set_inference_dtype(torch.float32, None)
     model = model_base.BaseModel(config, kind, unet_model=VelocityNet)

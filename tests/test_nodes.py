@@ -611,7 +611,14 @@ def test_out_of_memory_takes_comfyuis_own_path(pack, sidecar):
         sample(pack)
 
 
-def test_without_a_negative_the_empty_prompt_is_encoded_where_guidance_needs_one(pack, sidecar):
+def test_a_negative_without_an_embedding_still_carries_nothing_that_is_not_honoured(pack, sidecar):
+    sidecar(sampled(pack))
+    with pytest.raises(ValueError, match=r"^negative: remove the hook nodes"):
+        sample(pack, negative=[[None, {"hooks": object()}]])
+
+
+@pytest.mark.parametrize("negative", [None, [[None, {}]], [[None, {"pooled_output": torch.zeros(1, 8)}]]])
+def test_without_a_negative_the_empty_prompt_is_encoded_where_guidance_needs_one(pack, sidecar, negative):
     def answer(request):
         protocol = pack.runtime_protocol
         if isinstance(request, protocol.EncodeText):
@@ -620,8 +627,8 @@ def test_without_a_negative_the_empty_prompt_is_encoded_where_guidance_needs_one
         return sampled(pack)(request)
 
     started = sidecar(answer)
-    sample(pack, negative=None, cfg=5.0)
-    sample(pack, negative=None, cfg=1.0)
+    sample(pack, negative=negative, cfg=5.0)
+    sample(pack, negative=negative, cfg=1.0)
     kinds = [(request.kind, len(getattr(request, "negative", ()))) for request in started[0].requests]
     assert kinds == [("encode_text", 0), ("sample", 1), ("sample", 0)]
     assert started[0].requests[0].text == ""

@@ -27,7 +27,12 @@ SIGMAS = [
         (("euler", 1.0), ("euler", 0.99995), ("uni_pc", 1.0), ("euler", 0.7), ("uni_pc", 0.3), ("euler", 0.0)),
     )
 ]
-SIZES = {"wan": (1, 16, 3, 60, 104), "flux": (1, 16, 90, 128)}
+SIZES = {
+    "wan": (1, 16, 3, 60, 104),
+    "flux": (1, 16, 90, 128),
+    "flux-schnell": (1, 16, 128, 128),
+    "qwen": (1, 16, 1, 64, 96),
+}
 NODES = {
     "": {},
     "ModelSamplingSD3": {"shift": 3.0},
@@ -38,7 +43,7 @@ NODES = {
 SHIFT_CASES = [
     {"family": family, "node": node, "scheduler": scheduler, "steps": steps, "percents": [0.0, 0.1, 0.37, 0.9, 1.0]}
     for family, node, scheduler, steps in product(SIZES, NODES, SCHEDULER_NAMES, (4, 7, 30))
-    if (family, node) not in (("wan", "ModelSamplingAuraFlow"), ("flux", "ModelSamplingSD3"))
+    if node != ("ModelSamplingAuraFlow" if family == "wan" else "ModelSamplingSD3")
 ]
 """The nodes that a family is used with: the other one of these two tells the model a timestep on the wrong scale."""
 NOISE = [
