@@ -164,8 +164,12 @@ class ComfyUI:
             start_new_session=True,
             preexec_fn=_default_interrupt if os.name == "posix" else None,
         )
-        self._wait_until_ready(seconds)
-        self._listen()
+        try:
+            self._wait_until_ready(seconds)
+            self._listen()
+        except BaseException:  # Ctrl-C in a test too: nothing is to be left
+            self.stop()
+            raise
         return self
 
     def __enter__(self) -> ComfyUI:
