@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import reprlib
 from typing import Any
 
 import torch
 
-from ..runtime.errors import in_our_words
+from ..runtime.errors import in_our_words, shown
 from ..runtime.protocol import ITEM_BYTES, MAX_ENTRIES, Conditioning
 from ..runtime.settings import ModelSettings
 from . import host
@@ -72,7 +71,7 @@ def has_no_embedding(value: Any, what: str) -> bool:
 def _entry(entry: Any, what: str) -> Conditioning:
     """One entry of a CONDITIONING, `[embedding, options]`, as a message."""
     if not isinstance(entry, (list, tuple)) or len(entry) != 2 or not isinstance(entry[1], dict):
-        raise ValueError(f"{what}: connect a text encoder; an entry of this CONDITIONING is {reprlib.repr(entry)}")
+        raise ValueError(f"{what}: connect a text encoder; an entry of this CONDITIONING is {shown(entry)}")
     embedding, options = entry
     _refuse_unhonoured(options, what)
     if embedding is None:
@@ -118,7 +117,7 @@ def _number(value: Any, name: str, what: str) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ValueError(f"{what}: set {name} again: this CONDITIONING carries {reprlib.repr(value)} for it") from None
+        raise ValueError(f"{what}: set {name} again: this CONDITIONING carries {shown(value)} for it") from None
 
 
 def _area(area: Any, what: str) -> dict[str, tuple]:
@@ -130,9 +129,7 @@ def _area(area: Any, what: str) -> dict[str, tuple]:
             return {"area_percent": tuple(float(part) for part in area[1:])}
         return {"area": tuple(int(size) for size in area)}
     except (TypeError, ValueError, RuntimeError, LookupError, OverflowError):
-        raise ValueError(
-            f"{what}: set the area again: this CONDITIONING carries the area {reprlib.repr(area)}"
-        ) from None
+        raise ValueError(f"{what}: set the area again: this CONDITIONING carries the area {shown(area)}") from None
 
 
 def from_conditioning(conditioning: Conditioning) -> list[list[Any]]:
@@ -201,7 +198,7 @@ def batch_index(value: dict[str, Any], what: str) -> tuple[int, ...] | None:
         return tuple(int(index) for index in indices)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise ValueError(
-            f"{what}: take the items of the batch again: this latent carries the batch_index {reprlib.repr(indices)}"
+            f"{what}: take the items of the batch again: this latent carries the batch_index {shown(indices)}"
         ) from None
 
 

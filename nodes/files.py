@@ -9,11 +9,11 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
-import reprlib
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..runtime.errors import shown
 from . import host
 from .parts import FROM_MODEL, TINY_SHAPES
 
@@ -93,7 +93,7 @@ def stamp(paths: dict[str, str]) -> str:
 
 def _check_name(what: str, choice: object) -> None:
     if not isinstance(choice, str):
-        raise ValueError(f"{what} {reprlib.repr(choice)} is not a name: choose one of the list")
+        raise ValueError(f"{what} {shown(choice)} is not a name: choose one of the list")
 
 
 def _files_of(path: Path) -> list[Path]:

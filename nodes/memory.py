@@ -49,7 +49,7 @@ class OutriggerMemory(io.ComfyNode):
                     tooltip="Blocks on their way while one runs: a count such as 2, or a part such as 0.25. Each takes memory.",
                 ),
             ],
-            outputs=[Memory.Output(display_name="memory", tooltip="For Load Model.")],
+            outputs=[Memory.Output(display_name="memory", tooltip="Where the weights are kept, for Load Model.")],
         )
         return searchable(schema, "offload", "low vram", "block swap", "layerwise")
 

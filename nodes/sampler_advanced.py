@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..runtime.errors import in_our_words
+from ..runtime.errors import in_our_words, shown
 from .display import NodeDisplay
 from .io_types import CATEGORY, Model, searchable
 from .parts import SAMPLER_NAMES, SCHEDULER_NAMES, convert, settings
@@ -137,5 +137,5 @@ def _step(name: str, default: int, tooltip: str) -> io.Input:
 
 def _is_on(name: str, value: str) -> bool:
     if not isinstance(value, str) or value not in SWITCH:
-        raise ValueError(f"{name} {value!r} is not available in Outrigger; choose one of: {', '.join(SWITCH)}")
+        raise ValueError(f"{name} {shown(value)} is not available in Outrigger; choose one of: {', '.join(SWITCH)}")
     return SWITCH[value]

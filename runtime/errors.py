@@ -54,6 +54,11 @@ class Cancelled(BaseException):
     """The job was cancelled by the user. Not an `Exception`, so that no handler of errors swallows it."""
 
 
+def shown(value: Any) -> str:
+    """A value as an error shows it: short, and in one line."""
+    return " ".join(reprlib.repr(value).split())
+
+
 def in_our_words(make: Callable[..., Value], **widgets: Any) -> Value:
     """A settings object of these widget values. Raises `ValueError` with one sentence per value that does not fit."""
     try:
@@ -71,14 +76,14 @@ def _sentence(detail: dict[str, Any]) -> str:
         case "value_error":
             return str(context["error"])
         case "literal_error":
-            return f"{name} {value!r} is not available in Outrigger; choose one of: {context['expected']}"
+            return f"{name} {shown(value)} is not available in Outrigger; choose one of: {context['expected']}"
         case "less_than_equal":
-            return f"{name} is {value}: set it to {context['le']} or less"
+            return f"{name} is {shown(value)}: set it to {context['le']} or less"
         case "greater_than_equal":
-            return f"{name} is {value}: set it to {context['ge']} or more"
+            return f"{name} is {shown(value)}: set it to {context['ge']} or more"
         case "string_too_long":
             return f"{name} has {len(value)} characters: shorten it to {context['max_length']} or less"
         case "string_unicode":
             return f"{name} has a character that is half of a pair: delete it and type it again"
         case _:
-            return f"{name} is {reprlib.repr(value)}: {detail['msg'][:1].lower()}{detail['msg'][1:]}"
+            return f"{name} is {shown(value)}: {detail['msg'][:1].lower()}{detail['msg'][1:]}"
