@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from importlib import import_module
+
+from .output import show
 
 SUITES = ("transport", "loop", "parallel", "offload", "quant")
 """Modules of `runtime.bench`, each with `measure() -> dict`, what `--json` prints, and `described(figures) -> str`."""
@@ -20,5 +21,5 @@ def run(chosen: argparse.Namespace) -> int:
     """Run a suite, and print its figures."""
     suite = import_module(f"..bench.{chosen.suite}", __package__)
     figures = suite.measure()
-    print(json.dumps(figures) if chosen.json else suite.described(figures))
+    show(figures, suite.described, as_json=chosen.json)
     return 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from ..diagnosis import described, examine
+from .output import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,5 +16,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Look at the machine; exit status 1 where something is missing without which nothing runs."""
     found = examine()
-    print(json.dumps(found) if chosen.json else described(found))
+    show(found, described, as_json=chosen.json)
     return 0 if found["ok"] else 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from ..plan import plan_model
 from ..settings import FROM_MODEL
 from .flags import add_model_flags, add_output_flags, model_settings
 from .models import TEXT_ENCODER_FOLDERS, VAE_FOLDERS, find_part
+from .output import show
 from .sampler import add_sampling_flags, sample_settings, size_of
 from .sidecar import own_sidecar
 
@@ -66,7 +66,7 @@ def run(chosen: argparse.Namespace) -> int:
         "decode": decoded.seconds,
     }
     answer = {"path": str(out.absolute()), "seconds": seconds, "seed": settings.seed, "plan": plan.degrees}
-    print(json.dumps(answer) if chosen.json else f"{answer['path']}: sampled in {sampled.seconds:.2f} s, {plan.reason}")
+    show(answer, lambda it: f"{it['path']}: sampled in {sampled.seconds:.2f} s, {plan.reason}", as_json=chosen.json)
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from ..errors import Refused
@@ -11,6 +10,7 @@ from ..machine import Machine
 from ..plan import plan_model
 from ..settings import AXES
 from .flags import add_model_flags, add_output_flags, model_settings
+from .output import show
 
 MIB = 1 << 20
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Print the plan; exit status 1 where there is none."""
     answer = _answer(chosen)
-    print(json.dumps(answer) if chosen.json else described(answer))
+    show(answer, described, as_json=chosen.json)
     return 0 if answer["ok"] else 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from ..settings import TINY_SHAPES
 from ..stored import SVDQUANT_INT4, SVDQUANT_NVFP4
 from .flags import add_output_flags
 from .models import find_model
+from .output import show
 
 KINDS = (SVDQUANT_INT4, SVDQUANT_NVFP4)
 RANK_UNIT = 16
@@ -56,7 +56,7 @@ def run(chosen: argparse.Namespace) -> int:
     settings = _settings(chosen)
     reports = quantize(settings, chosen.out, progress=Bar(quiet=chosen.json))
     answer = {"path": str(chosen.out.resolve()), "layers": [vars(report) for report in reports], **_totals(reports)}
-    print(json.dumps(answer) if chosen.json else described(answer))
+    show(answer, described, as_json=chosen.json)
     return 0
 
 

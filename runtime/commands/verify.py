@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import asdict
 from typing import Any
@@ -13,6 +12,7 @@ from ..inspection import inspect_model
 from ..machine import Machine
 from ..plan import plan_model
 from .flags import add_model_flags, add_output_flags, model_settings
+from .output import show
 from .sampler import add_sampling_flags, sample_settings, size_of
 from .sidecar import own_sidecar
 
@@ -39,7 +39,7 @@ def run(chosen: argparse.Namespace) -> int:
     comparison = Comparison.of(result, reference, tolerance=plan.tolerance)
     measured = {name: value if math.isfinite(value) else None for name, value in asdict(comparison).items()}
     figures = {"ok": comparison.ok, "family": facts.family, "plan": plan.degrees, **measured}
-    print(json.dumps(figures) if chosen.json else f"{plan.reason}\n{comparison}")
+    show(figures, lambda _: f"{plan.reason}\n{comparison}", as_json=chosen.json)
     return 0 if comparison.ok else 1
 
 
