@@ -25,6 +25,8 @@ PICKLED = (".ckpt", ".pt", ".pth", ".bin")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 RECORDED = Path(__file__).resolve().parent / "families" / "tiny"
 """Written by `python -m tests.record_tiny`."""
+ALIKE = 0.75
+"""So much of a family's signature makes a file one of it that lacks the rest; families have names in common."""
 MAX_JSON_BYTES = 64 << 20
 SHOWN = 300
 """Characters of a path that an error shows."""
@@ -244,7 +246,9 @@ def _file(path: Path) -> ModelFacts:
     if is_packed(header):
         return _packed_file(path, header)
     layouts = {family.name: Layout.of(family, header) for family in FAMILIES.values()}
-    alike = [family for family in FAMILIES.values() if _looks_like(family, layouts[family.name].shapes)]
+    shares = {family.name: _share(family, layouts[family.name].shapes) for family in FAMILIES.values()}
+    enough = max(*shares.values(), ALIKE)
+    alike = [family for family in FAMILIES.values() if shares[family.name] >= enough]
     found: list[ModelFacts | Refused] = [_attempt(family, path, header, layouts[family.name]) for family in alike]
     facts = [each for each in found if isinstance(each, ModelFacts)]
     if len(facts) == 1:
@@ -285,8 +289,9 @@ def _attempt(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], 
         return refusal
 
 
-def _looks_like(family: FamilySpec, names: Mapping[str, Any]) -> bool:
-    return sum(name in names for name in family.signature) * 2 > len(family.signature)
+def _share(family: FamilySpec, names: Mapping[str, Any]) -> float:
+    """How much of a family's signature is there."""
+    return sum(name in names for name in family.signature) / len(family.signature)
 
 
 def _file_of(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], layout: Layout) -> ModelFacts:

@@ -1,0 +1,112 @@
+"""The checkpoints that are published: names and shapes alone tell family and configuration, or why a model is not run.
+
+The headers are those that diffusers' classes give with the published configurations; the files have no weights in them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from runtime.errors import Refused
+from runtime.families import FAMILIES
+from runtime.inspection import inspect_model
+
+WAN = {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
+FLUX = {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "guidance_embeds": True}
+QWEN = {"num_layers": 60, "num_attention_heads": 24, "in_channels": 64, "out_channels": 16}
+PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Wan 2.1 T2V 1.3B": ("wan", "WanTransformer3DModel", {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}),
+    "Wan 2.1 T2V 14B": ("wan", "WanTransformer3DModel", WAN),
+    "Wan 2.2 T2V A14B, either expert": ("wan", "WanTransformer3DModel", WAN),
+    "Flux.1 dev": ("flux", "FluxTransformer2DModel", FLUX),
+    "Flux.1 Kontext dev": ("flux", "FluxTransformer2DModel", FLUX),
+    "Flux.1 Krea dev": ("flux", "FluxTransformer2DModel", FLUX),
+    "Flux.1 schnell": ("flux-schnell", "FluxTransformer2DModel", {**FLUX, "guidance_embeds": False}),
+    "Flux.1 Fill dev": ("flux-fill", "FluxTransformer2DModel", {**FLUX, "in_channels": 384, "out_channels": 64}),
+    "Flux.1 Canny dev": ("flux-control", "FluxTransformer2DModel", {**FLUX, "in_channels": 128, "out_channels": 64}),
+    "Flux.1 Depth dev": ("flux-control", "FluxTransformer2DModel", {**FLUX, "in_channels": 128, "out_channels": 64}),
+    "Flux.1 lite 8B": ("flux", "FluxTransformer2DModel", {**FLUX, "num_layers": 8}),
+    "Qwen-Image": ("qwen", "QwenImageTransformer2DModel", QWEN),
+    "Qwen-Image-Edit": ("qwen", "QwenImageTransformer2DModel", QWEN),
+    "Qwen-Image-Edit 2509": ("qwen", "QwenImageTransformer2DModel", QWEN),
+}  # fmt: skip
+REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Wan 2.1 I2V 14B": ("Wan 2.1 image to video", "WanTransformer3DModel",
+                        {**WAN, "in_channels": 36, "out_channels": 16, "image_dim": 1280, "added_kv_proj_dim": 5120}),
+    "Wan 2.2 I2V A14B": ("36 input channels", "WanTransformer3DModel", {**WAN, "in_channels": 36, "out_channels": 16}),
+    "Wan 2.2 TI2V 5B": ("Wan 2.2 TI2V 5B", "WanTransformer3DModel", {
+        "num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48}),
+    "Wan 2.1 VACE 1.3B": ("Wan VACE", "WanVACETransformer3DModel", {
+        "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30, "vace_layers": [0, 2], "vace_in_channels": 96}),
+    "Qwen-Image-Layered": ("Qwen-Image-Layered", "QwenImageTransformer2DModel",
+                           {**QWEN, "use_additional_t_cond": True}),
+    "Stable Diffusion 3.5 large": ("looked for", "SD3Transformer2DModel",
+                                   {"num_layers": 38, "num_attention_heads": 38, "pos_embed_max_size": 192}),
+    "Z-Image": ("looked for", "ZImageTransformer2DModel", {}),
+    "LTX-Video": ("looked for", "LTXVideoTransformer3DModel", {}),
+    "HunyuanVideo": ("looked for", "HunyuanVideoTransformer3DModel", {}),
+    "Lumina 2": ("looked for", "Lumina2Transformer2DModel", {}),
+    "Sana": ("looked for", "SanaTransformer2DModel", {}),
+}  # fmt: skip
+
+
+def published_file(path: Path, class_name: str, config: dict[str, Any]) -> str:
+    """A file of the right names, shapes and size, of which the weights are a hole."""
+    with torch.device("meta"):
+        model = getattr(diffusers, class_name)(**config)
+    header, end = {}, 0
+    for name, tensor in model.state_dict().items():
+        start, end = end, end + 2 * math.prod(tensor.shape)
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    raw = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + end)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_checkpoint_is_known_by_its_names_and_shapes(name, tmp_path):
+    family, class_name, config = PUBLISHED[name]
+    facts = inspect_model(published_file(tmp_path / "model.safetensors", class_name, config))
+    assert facts.family == family
+    with torch.device("meta"):
+        published, ours = (getattr(diffusers, class_name)(**each).config for each in (config, facts.config))
+    said = {key: value for key, value in published.items() if not key.startswith("_") and value is not None}
+    assert {key for key, value in said.items() if _plain(ours[key]) != _plain(value)} == set()
+    assert FAMILIES[family].unsupported_config(published) == ""
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_checkpoint_that_is_not_run_is_refused_by_name_or_with_what_was_looked_for(name, tmp_path):
+    words, class_name, config = REFUSED[name]
+    path = published_file(tmp_path / "model.safetensors", class_name, config)
+    with pytest.raises(Refused, match=words):
+        inspect_model(path)
+
+
+def test_a_file_of_two_models_is_refused_as_such(tmp_path):
+    """Merged by mistake: it has all that tells Wan, and all that tells Qwen-Image."""
+    headers = []
+    for class_name, config in (("WanTransformer3DModel", {**WAN, "num_layers": 1}), ("QwenImageTransformer2DModel", {**QWEN, "num_layers": 1})):  # fmt: skip
+        path = Path(published_file(tmp_path / f"{class_name}.safetensors", class_name, config)).read_bytes()
+        headers.append(json.loads(path[8 : 8 + int.from_bytes(path[:8], "little")]))
+    merged = {**headers[0], **headers[1]}
+    size = max(entry["data_offsets"][1] for entry in merged.values())
+    raw = json.dumps(merged).encode()
+    with (tmp_path / "merged.safetensors").open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + size)
+    with pytest.raises(Refused, match=r"more than one architecture .*Wan.*Qwen-Image|not fit together|lacks"):
+        inspect_model(str(tmp_path / "merged.safetensors"))
