@@ -108,5 +108,5 @@ def test_a_file_of_two_models_is_refused_as_such(tmp_path):
     with (tmp_path / "merged.safetensors").open("wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         file.truncate(8 + len(raw) + size)
-    with pytest.raises(Refused, match=r"more than one architecture .*Wan.*Qwen-Image|not fit together|lacks"):
+    with pytest.raises(Refused, match=r"more than one architecture .*Wan.*Qwen-Image"):
         inspect_model(str(tmp_path / "merged.safetensors"))
