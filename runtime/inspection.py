@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from .errors import Refused
+from .facts import ModelFacts, Source, facts_of
 from .families import FAMILIES
 from .families.spec import FamilySpec
-from .layouts import Layout, Rows, eight_bit_layers, renamed, transformer_part
+from .layouts import Layout, eight_bit_layers, renamed, transformer_part
 from .nunchaku_file import is_packed, read_packed
 from .safetensors_header import TensorEntry, read_header, read_metadata
 from .settings import TINY_SHAPES
@@ -30,43 +31,6 @@ ALIKE = 0.75
 MAX_JSON_BYTES = 64 << 20
 SHOWN = 300
 """Characters of a path that an error shows."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """One file of weights: `names` leads from the model's name of a tensor to the file's, and `rows` says which rows of that
-    it is, where it is not all of them.
-    """
-
-    path: Path
-    names: Mapping[str, str] = field(repr=False)
-    rows: Mapping[str, Rows] = field(default_factory=dict, repr=False)
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What a model is and where its parts are. `sources` is empty for a model with random weights; `shapes` are those of
-    the transformer's tensors by the names that its class has for them, empty where they are not known. `stored` names
-    the Linears that are not held as a plain weight.
-    """
-
-    name: str
-    family: str
-    heads: int
-    head_dim: int
-    layers: int
-    config: Mapping[str, Any] = field(repr=False)
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
-    sources: tuple[Source, ...] = field(default=(), repr=False)
-    stored: Mapping[str, Stored] = field(default_factory=lambda: MappingProxyType({}), repr=False)
-    text_encoder: Path | None = None
-    tokenizer: Path | None = None
-    vae: Path | None = None
-
-    @property
-    def spec(self) -> FamilySpec:
-        """The family's."""
-        return FAMILIES[self.family]
 
 
 def inspect_model(model: str, *, quant: str = PLAIN) -> ModelFacts:
@@ -128,25 +92,13 @@ def _random(model: str) -> ModelFacts:
     name = model.removeprefix(RANDOM)
     if name not in FAMILIES:
         raise Refused(f"{model}: no family {name!r}; there are: {', '.join(FAMILIES)}")
-    return _facts(FAMILIES[name], FAMILIES[name].tiny, name=model, shapes=_recorded_shapes(name))
+    return facts_of(FAMILIES[name], FAMILIES[name].tiny, name=model, shapes=_recorded_shapes(name))
 
 
 def _recorded_shapes(family: str) -> dict[str, tuple[int, ...]]:
     """The shapes of a family's `TINY`, which its class alone could tell; none where they were not recorded."""
     path = RECORDED / f"{family}.json"
     return {name: tuple(shape) for name, shape in read_json(path).items()} if path.is_file() else {}
-
-
-def _facts(family: FamilySpec, config: Mapping[str, Any], *, name: str = "", **parts: Any) -> ModelFacts:
-    return ModelFacts(
-        name=name,
-        family=family.name,
-        heads=config[family.heads],
-        head_dim=config[family.head_dim],
-        layers=config[family.layers],
-        config=MappingProxyType(dict(config)),
-        **parts,
-    )
 
 
 # A diffusers folder -------------------------------------------------------------------------------------------------
@@ -206,7 +158,7 @@ def _transformer_folder(path: Path) -> ModelFacts:
             f"{config[family.head_dim]}, but no tensor is {width} wide: the file is damaged, download it again"
         )
     sources = tuple(Source(file, {name: name for name in header}) for file, header in headers.items())
-    return _facts(family, config, sources=sources, shapes=layout.shapes, stored=_eight_bit(path, layout, family))
+    return facts_of(family, config, sources=sources, shapes=layout.shapes, stored=_eight_bit(path, layout, family))
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -270,7 +222,9 @@ def _packed_file(path: Path, header: Mapping[str, TensorEntry]) -> ModelFacts:
     plain = {name for name in file.names if name.rpartition(".")[0] not in file.stored}
     _refuse_formats(path, {file.names[name]: header[file.names[name]].dtype for name in plain})
     source = Source(path, MappingProxyType(file.names))
-    return _facts(file.family, file.config, sources=(source,), shapes=file.shapes, stored=MappingProxyType(file.stored))
+    return facts_of(
+        file.family, file.config, sources=(source,), shapes=file.shapes, stored=MappingProxyType(file.stored)
+    )
 
 
 def _unknown(path: Path, header: Mapping[str, TensorEntry]) -> str:
@@ -316,7 +270,7 @@ def _file_of(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], 
     if config[family.heads] < 1:
         raise Refused(f"{path} is too narrow for {family.title}: {shapes[family.signature[0]]}")
     sources = (Source(path, MappingProxyType(names), MappingProxyType(layout.rows)),)
-    return _facts(family, config, sources=sources, shapes=shapes, stored=_eight_bit(path, layout, family))
+    return facts_of(family, config, sources=sources, shapes=shapes, stored=_eight_bit(path, layout, family))
 
 
 def _refuse_formats(path: Path, formats: Mapping[str, str]) -> None:

@@ -33,6 +33,7 @@ FACTS = (
     "safetensors_header",
     "stored",
     "layouts",
+    "facts",
     "nunchaku_file",
     "inspection",
     "machine",

@@ -1,0 +1,64 @@
+"""What is known of a model before a weight is read: plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from .families import FAMILIES
+from .families.spec import FamilySpec
+from .layouts import Rows
+from .stored import Stored
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of weights: `names` leads from the model's name of a tensor to the file's, and `rows` says which rows of that
+    it is, where it is not all of them.
+    """
+
+    path: Path
+    names: Mapping[str, str] = field(repr=False)
+    rows: Mapping[str, Rows] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model is and where its parts are. `sources` is empty for a model with random weights; `shapes` are those of
+    the transformer's tensors by the names that its class has for them, empty where they are not known. `stored` names
+    the Linears that are not held as a plain weight.
+    """
+
+    name: str
+    family: str
+    heads: int
+    head_dim: int
+    layers: int
+    config: Mapping[str, Any] = field(repr=False)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    sources: tuple[Source, ...] = field(default=(), repr=False)
+    stored: Mapping[str, Stored] = field(default_factory=lambda: MappingProxyType({}), repr=False)
+    text_encoder: Path | None = None
+    tokenizer: Path | None = None
+    vae: Path | None = None
+
+    @property
+    def spec(self) -> FamilySpec:
+        """The family's."""
+        return FAMILIES[self.family]
+
+
+def facts_of(family: FamilySpec, config: Mapping[str, Any], *, name: str = "", **parts: Any) -> ModelFacts:
+    """The facts of a model of this family and configuration."""
+    return ModelFacts(
+        name=name,
+        family=family.name,
+        heads=config[family.heads],
+        head_dim=config[family.head_dim],
+        layers=config[family.layers],
+        config=MappingProxyType(dict(config)),
+        **parts,
+    )
