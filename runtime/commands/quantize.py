@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from .output import show
 KINDS = (SVDQUANT_INT4, SVDQUANT_NVFP4)
 RANK_UNIT = 16
 SIZE, TINY_SIZE = 512, 128
+LARGE_BYTES = 1 << 30
 PROMPTS = (
     "a portrait of an old fisherman in soft window light",
     "a crowded street market at night in the rain, neon signs",
@@ -82,7 +84,8 @@ def _settings(chosen: argparse.Namespace) -> Any:
     from ..quantize.job import QuantizeSettings
 
     model = find_model(chosen.model)
-    form = inspect_model(model).spec.latent
+    facts = inspect_model(model)
+    form = facts.spec.latent
     side = (chosen.size or (TINY_SIZE if model == TINY_SHAPES else SIZE)) // form.spatial
     if chosen.steps < 1 or chosen.tokens < 1 or side < 1:
         raise Refused(f"steps {chosen.steps}, tokens {chosen.tokens} and size {chosen.size} have to be 1 or more")
@@ -94,9 +97,14 @@ def _settings(chosen: argparse.Namespace) -> Any:
         latent=(1, form.channels, *([1] if form.dims == 3 else []), side, side),
         steps=chosen.steps,
         tokens=chosen.tokens,
-        dtype=chosen.dtype,
+        dtype="bf16" if chosen.dtype == "auto" and _is_large(facts) else chosen.dtype,
         stamp=_stamp(model),
     )
+
+
+def _is_large(facts: Any) -> bool:
+    """Whether the model in float32, as a processor runs it, would take much memory; as it is stored it stays in its file."""
+    return 4 * sum(map(math.prod, facts.shapes.values())) > LARGE_BYTES
 
 
 def _prompts(path: Path | None, model: str) -> tuple[str, ...]:
