@@ -57,6 +57,8 @@ class Case:
     dtype: str = "auto"
     quant: str = "none"
     degrees: dict[str, int] = field(default_factory=dict)
+    padded: bool = True
+    """Whether a third of each prompt is padding: masked where the family reads a mask, zeros elsewhere."""
     regions: str = ""
     """Which of `REGIONS` the conditioning has."""
     family: str = ""
@@ -68,7 +70,7 @@ class Case:
         shape = "x".join(map(str, self.latent))
         model, prompts = self.model.removeprefix("random:"), f"prompts{self.prompts}"
         model += "" if self.quant == "none" else f" {self.quant}"
-        settings = f"{self.sampler} {self.scheduler} {self.regions}".rstrip()
+        settings = f"{self.sampler} {self.scheduler} {'' if self.padded else 'unpadded '}{self.regions}".rstrip()
         memory = " ".join(f"{name} {value}" for name, value in self.memory.items())
         return f"{self.family or model} {degrees} {shape} cfg{self.cfg:g} {prompts} {settings} {memory}".rstrip()
 
@@ -105,8 +107,12 @@ def entry(case: Case, length: int, fields: dict[str, Any], generator: torch.Gene
     drawn = {"mask": torch.rand(1, 6, 6, generator=generator)} if "mask" in fields else {}
     if family.pooled_width:
         drawn |= {"pooled": torch.randn(1, family.tiny[family.pooled_width], generator=generator), "guidance": 4.0}
-    if "attention_mask" in dict(family.inputs).values() and length > 1:
-        drawn |= {"attention_mask": (torch.arange(length) < length - length // 3)[None].long()}
+    if case.padded:
+        kept = (torch.arange(length) < length - length // 3)[None]
+        if "attention_mask" in dict(family.inputs).values():
+            drawn |= {"attention_mask": kept.long()}
+        else:
+            embedding = embedding * kept.unsqueeze(-1)
     return Conditioning(embedding=embedding, **{**fields, **drawn})
 
 
