@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -280,11 +281,11 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[int, Counter]:
     counts = {rank: Counter() for rank in range(8)}
     exchange, reduce, gather = dist.all_to_all_single, dist.all_reduce, collectives._all_gather
 
-    def all_to_all_single(output, tensor, output_splits, input_splits, group):
+    def all_to_all_single(output, tensor, output_splits, input_splits, group, async_op=False):
         own = input_splits[dist.get_rank(group)]
         row = tensor[:1].nbytes if len(tensor) else 0
         counts[dist.get_rank()]["exchange"] += (sum(input_splits) - own) * row
-        return exchange(output, tensor, output_splits, input_splits, group=group)
+        return exchange(output, tensor, output_splits, input_splits, group=group, async_op=async_op)
 
     def all_reduce(tensor, group):
         degree = dist.get_world_size(group)
@@ -348,6 +349,11 @@ def _own_again(sent: torch.Tensor, received: torch.Tensor, *, group: Any) -> Cal
     return lambda: None
 
 
+def _own_back(output: torch.Tensor, tensor: torch.Tensor, *sizes: Any, **options: Any) -> SimpleNamespace:
+    output.copy_(tensor)
+    return SimpleNamespace(wait=lambda: None)
+
+
 @pytest.mark.parametrize(
     ("degrees", "module", "name", "without"),
     [
@@ -355,7 +361,7 @@ def _own_again(sent: torch.Tensor, received: torch.Tensor, *, group: Any) -> Cal
         ({"tensor": 2}, linear, "gather_features", lambda tensor, lengths, group: torch.cat([tensor] * 2, -1)),
         ({"tensor": 2}, linear, "mean_square", lambda x, width, group: x.pow(2).mean(-1, keepdim=True) + 0.1),
         ({"ring": 2}, ring, "pass_on", _own_again),
-        ({"ulysses": 2}, ulysses.dist, "all_to_all_single", lambda output, tensor, *_, group: output.copy_(tensor)),
+        ({"ulysses": 2}, ulysses.dist, "all_to_all_single", _own_back),
         ({"data": 2}, replicas, "gather_tokens", lambda part, lengths, group, dim: torch.cat([part] * 2)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

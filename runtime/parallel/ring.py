@@ -31,17 +31,19 @@ def ring_attention(
     `(B or 1, H or 1, S_local or 1, S)` over the keys of all ranks, bool (True: attend) or added.
     """
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
-    merged, current = None, torch.stack((key, value))
+    merged, current = None, (key.contiguous(), value.contiguous())
     for step in range(degree):
         owner = (rank - step) % degree
         if step < degree - 1:
-            following = current.new_empty(*current.shape[:2], lengths[owner - 1], *current.shape[3:])
-            wait = pass_on(current, following, group=group)
+            shape = (key.shape[0], lengths[owner - 1], *key.shape[2:])
+            following = (key.new_empty(shape), value.new_empty(shape))
+            waits = [pass_on(*pair, group=group) for pair in zip(current, following, strict=True)]
         if lengths[owner] and query.shape[1]:
             part_mask = None if mask is None else mask[..., span(lengths, owner)]
             part = attention_with_lse(query, *current, mask=part_mask, scale=scale)
             merged = part if merged is None else merge(*merged, *part)
         if step < degree - 1:
-            wait()
+            for wait in waits:
+                wait()
             current = following
     return query.clone() if merged is None else merged[0].to(query.dtype)

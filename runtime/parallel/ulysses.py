@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from .collectives import all_gather
-from .shares import span
 
 
 def tokens_to_heads(
@@ -28,21 +27,28 @@ def tokens_to_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Local tokens and all heads `(B, S_local, H, D)` -> all tokens and local heads `(B, S, H_local, D)`.
 
-    One exchange for the three.
+    Each tensor travels while the next is made ready.
     """
-    batch, local, _, width = query.shape
-    own = heads[dist.get_rank(group)]
-    sent = query.new_empty(local * 3 * batch * sum(heads) * width)
-    sizes_out = [local * 3 * batch * count * width for count in heads]
-    for rank, part in enumerate(sent.split(sizes_out)):
-        places = part.view(local, 3, batch, heads[rank], width).unbind(1)
-        for place, tensor in zip(places, (query, key, value), strict=True):
-            place.copy_(tensor[:, :, span(heads, rank)].transpose(0, 1))
-    received = sent.new_empty(sum(lengths), 3, batch, own, width)
-    sizes_in = [length * 3 * batch * own * width for length in lengths]
-    dist.all_to_all_single(received.view(-1), sent, sizes_in, sizes_out, group=group)
-    query, key, value = (part.transpose(0, 1) for part in received.unbind(1))
+    begun = [_begin_tokens_to_heads(tensor, lengths, heads, group) for tensor in (query, key, value)]
+    for _, work in begun:
+        work.wait()
+    query, key, value = (received.transpose(0, 1) for received, _ in begun)
     return query, key, value
+
+
+def _begin_tokens_to_heads(
+    tensor: torch.Tensor, lengths: Sequence[int], heads: Sequence[int], group: dist.ProcessGroup
+) -> tuple[torch.Tensor, dist.Work]:
+    """Where all tokens of this rank's heads arrive, `(S, B, H_local, D)`, and what to wait for."""
+    batch, local, _, width = tensor.shape
+    own = heads[dist.get_rank(group)]
+    sent = tensor.new_empty(local * batch * sum(heads) * width)
+    sizes_out = [local * batch * count * width for count in heads]
+    for place, part in zip(sent.split(sizes_out), tensor.split(list(heads), dim=2), strict=True):
+        place.view(local, batch, part.shape[2], width).copy_(part.transpose(0, 1))
+    received = sent.new_empty(sum(lengths), batch, own, width)
+    sizes_in = [length * batch * own * width for length in lengths]
+    return received, dist.all_to_all_single(received.view(-1), sent, sizes_in, sizes_out, group=group, async_op=True)
 
 
 def heads_to_tokens(
