@@ -53,6 +53,24 @@ class OutriggerSamplerAdvanced(io.ComfyNode):
                     "noise", optional=True, tooltip="Noise of a noise node, in place of add_noise and noise_seed."
                 ),
                 *shift_widgets(),
+                io.Conditioning.Input(
+                    "middle",
+                    optional=True,
+                    tooltip=(
+                        "A prompt between positive and negative, as cond2 of DualCFGGuider: cfg is how far positive is moved "
+                        "away from it."
+                    ),
+                ),
+                io.Float.Input(
+                    "cfg_middle",
+                    optional=True,
+                    default=5.0,
+                    min=0.0,
+                    max=100.0,
+                    step=0.1,
+                    round=0.01,
+                    tooltip="How far middle is moved away from negative. Without a middle prompt it does nothing.",
+                ),
             ],
             outputs=[
                 io.Latent.Output(
@@ -62,7 +80,9 @@ class OutriggerSamplerAdvanced(io.ComfyNode):
             ],
             hidden=[io.Hidden.unique_id],
         )
-        return searchable(schema, "ksampler advanced", "samplercustom", "sigmas", "leftover noise", "refiner")
+        return searchable(
+            schema, "ksampler advanced", "samplercustom", "sigmas", "leftover noise", "refiner", "dual cfg"
+        )
 
     @classmethod
     def validate_inputs(
@@ -102,6 +122,8 @@ class OutriggerSamplerAdvanced(io.ComfyNode):
         shift: float = 0.0,
         max_shift: float = 0.0,
         base_shift: float = 0.5,
+        middle: Any = None,
+        cfg_middle: float = 5.0,
     ) -> io.NodeOutput:
         widgets = in_our_words(
             settings.SampleSettings,
@@ -117,11 +139,13 @@ class OutriggerSamplerAdvanced(io.ComfyNode):
             shift=shift,
             max_shift=max_shift,
             base_shift=base_shift,
+            cfg_middle=None if middle is None else cfg_middle,
         )
         convert.to_latent(latent_image, "latent_image")
         given = {
             "sigmas": convert.to_sigmas(sigmas, "sigmas"),
             "noise": convert.to_noise(noise, latent_image, "noise"),
+            "middle": () if middle is None else convert.to_conditioning(middle, "middle"),
         }
         display = NodeDisplay(cls.hidden.unique_id, stage="sampling")
         return io.NodeOutput(sampled(model, widgets, positive, negative, latent_image, display=display, **given))

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from .parallel.collectives import all_gather
+from .parallel.shares import even_lengths, span
+from .parallel.ulysses import gather_tokens
 from .protocol import Conditioning
 from .regions import Box, box_of, weight_of
 
@@ -75,29 +76,30 @@ class Entry:
 class Denoiser:
     """`(x, sigma) -> denoised` with guidance, for `x` of `batch` items; every rank of the axis gets the same result.
 
-    A branch is one entry, or several whose predictions are averaged by weight. `negative` may be empty; then, and at
-    cfg 1, only the positive branch is evaluated; `keep_negative` is for samplers that ask for the negative one at cfg 1 too.
-    With a `group` of two, its first rank takes the positive branch and its second the negative one, so that prompts and
-    entries may differ in length and number; without a negative branch both evaluate the positive one.
+    `branches` go from the prompt that is wanted to the one that is not (positive, negative; or positive, middle, negative,
+    as in ComfyUI's DualCFGGuider). `scales` has one number for each but the last: how far it is moved away from the next.
+    A branch is one entry, or several whose predictions are averaged by weight. The last may be empty; then, and with a
+    scale of 1 before it, it is left out, and so on. `keep_last` is for samplers that ask for the last one in any case.
+    The ranks of a `group` share the branches, so that prompts and entries may differ in length and number; with a single
+    branch all of them evaluate that one.
     """
 
     def __init__(
         self,
         predict: Predict,
-        positive: Sequence[Entry],
-        negative: Sequence[Entry],
+        branches: Sequence[Sequence[Entry]],
         *,
-        cfg: float,
+        scales: Sequence[float],
         batch: int,
         group: dist.ProcessGroup | None = None,
-        keep_negative: bool = False,
+        keep_last: bool = False,
     ) -> None:
-        self._predict, self._cfg = predict, cfg
-        both = bool(negative) and (keep_negative or not math.isclose(cfg, 1.0))
-        branches = [positive, negative] if both else [positive]
-        self._group = group if len(branches) > 1 else None
+        count = _count_needed(branches, scales, keep_last)
+        branches, self._scales = branches[:count], scales[: count - 1]
+        self._predict, self._group = predict, group if count > 1 else None
         if self._group is not None:
-            branches = [branches[dist.get_rank(group)]]
+            self._lengths = even_lengths(count, dist.get_world_size(group))
+            branches = branches[span(self._lengths, dist.get_rank(group))]
         self._branches = [
             [replace(entry, conditioning=repeat_to_batch(entry.conditioning, batch)) for entry in branch]
             for branch in branches
@@ -114,14 +116,19 @@ class Denoiser:
         return self.both(x, sigma)[0]
 
     def both(self, x: torch.Tensor, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The guided prediction and the negative one; without a negative branch the positive one stands for both."""
-        predicted = self._predicted(x, sigma)
-        if self._group is not None:
-            predicted = list(all_gather(predicted[0], self._group))
-        if len(predicted) == 1:
-            return predicted[0], predicted[0]
-        positive, negative = predicted
-        return negative + (positive - negative) * self._cfg, negative
+        """The guided prediction and that of the last branch; where there is one branch it stands for both."""
+        predicted = self._gathered(self._predicted(x, sigma), x)
+        guided = last = predicted[-1]
+        for number in reversed(range(len(predicted) - 1)):
+            guided = guided + (predicted[number] - predicted[number + 1]) * self._scales[number]
+        return guided, last
+
+    def _gathered(self, predicted: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+        """The prediction of every branch."""
+        if self._group is None:
+            return predicted
+        local = torch.stack(predicted) if predicted else x.new_empty(0, *x.shape)
+        return list(gather_tokens(local, lengths=self._lengths, group=self._group, dim=0))
 
     def _predicted(self, x: torch.Tensor, sigma: torch.Tensor) -> list[torch.Tensor]:
         """The prediction of each branch that this rank evaluates."""
@@ -145,6 +152,14 @@ class Denoiser:
                 listed += [(number, entry) for entry in _defaults(branch, x)]
             self._plans[used] = _joined(listed)
         return self._plans[used]
+
+
+def _count_needed(branches: Sequence[Sequence[Entry]], scales: Sequence[float], keep_last: bool) -> int:
+    """How many of the branches count for the guided prediction."""
+    count = len(branches) if branches[-1] else len(branches) - 1
+    while count > 1 and not keep_last and math.isclose(scales[count - 2], 1.0):
+        count -= 1
+    return count
 
 
 def repeat_to_batch(conditioning: Conditioning, batch: int) -> Conditioning:

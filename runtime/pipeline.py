@@ -171,19 +171,19 @@ class Pipeline:
 
     def _denoiser(self, request: Sample, x: torch.Tensor, table: FlowTable) -> Denoiser:
         """What the samplers call, for latents like `x`."""
-        sides = pair_areas(
+        branches = pair_areas(
             *(
-                [resolve_region(self._reader.read(entry, x, request.noise_mask), x.shape[2:]) for entry in side]
-                for side in (request.positive, request.negative)
+                [resolve_region(self._reader.read(entry, x, request.noise_mask), x.shape[2:]) for entry in branch]
+                for branch in request.branches
             )
         )
         denoiser = Denoiser(
             self._predict,
-            *([Entry.of(entry, x, percent_to_sigma=table.percent_to_sigma) for entry in side] for side in sides),
-            cfg=request.settings.cfg,
+            [[Entry.of(entry, x, percent_to_sigma=table.percent_to_sigma) for entry in branch] for branch in branches],
+            scales=request.settings.scales,
             batch=x.shape[0],
             group=self._mesh.group("cfg"),
-            keep_negative=SAMPLERS[request.settings.sampler_name].negative,
+            keep_last=SAMPLERS[request.settings.sampler_name].negative,
         )
         self._sequence.share(over_cfg=not denoiser.uses_group)
         return denoiser

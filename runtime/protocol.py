@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, model_validator
 
 from .message import ITEM_BYTES as ITEM_BYTES  # for the nodes, which import from here alone
 from .message import Conditioning, Message, Tensor
@@ -67,7 +67,8 @@ class Sample(Work):
     """Denoise a latent. Answered by `Sampled`.
 
     `latent` is ComfyUI's, `(B, C, H, W)` or `(B, C, F, H, W)`, in the VAE's own space. `batch_index` picks whose noise
-    of the batch each item gets. An empty `negative` means that there is none. `preview` asks for a picture each step,
+    of the batch each item gets. An empty `negative` means that there is none; `middle` stands between positive and
+    negative, and goes with `cfg_middle`. `preview` asks for a picture each step,
     "taesd" for one by a small decoder, which is looked for among the files `preview_decoders`.
     `cpu_noise_offset` is what the node's ComfyUI adds to the seed of the noise between steps on a CPU (0 before 0.7),
     `downscale` the (spatial, temporal) of the VAE that an empty latent was made for, where that is known.
@@ -78,6 +79,7 @@ class Sample(Work):
     kind: Literal["sample"] = "sample"
     settings: SampleSettings
     positive: tuple[Conditioning, ...] = Field(min_length=1, max_length=MAX_ENTRIES)
+    middle: tuple[Conditioning, ...] = Field(default=(), max_length=MAX_ENTRIES)
     negative: tuple[Conditioning, ...] = Field(default=(), max_length=MAX_ENTRIES)
     latent: Tensor
     noise_mask: Tensor | None = None
@@ -88,6 +90,18 @@ class Sample(Work):
     preview_decoders: tuple[Annotated[str, Field(max_length=4096)], ...] = Field(default=(), max_length=4096)
     cpu_noise_offset: int = Field(default=1, ge=0, le=1)
     downscale: tuple[Scale, Scale] = (None, None)
+
+    @property
+    def branches(self) -> tuple[tuple[Conditioning, ...], ...]:
+        """What guidance evaluates: from the prompt that is wanted to the one that is not."""
+        middle = (self.middle,) if self.middle else ()
+        return (self.positive, *middle, self.negative)
+
+    @model_validator(mode="after")
+    def _scale_for_each_branch(self) -> Sample:
+        if len(self.settings.scales) != len(self.branches) - 1:
+            raise ValueError("a middle prompt and cfg_middle go together: give both or neither")
+        return self
 
 
 class Decode(Work):

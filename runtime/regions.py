@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import permutations
 
 import torch
 import torch.nn.functional as F
@@ -43,18 +44,16 @@ def resolve_region(conditioning: Conditioning, dims: Sequence[int]) -> Condition
     return conditioning.model_copy(update=changes)
 
 
-def pair_areas(
-    positive: Sequence[Conditioning], negative: Sequence[Conditioning]
-) -> tuple[list[Conditioning], list[Conditioning]]:
-    """Both sides, where each area of one side has an entry of its own on the other.
+def pair_areas(*branches: Sequence[Conditioning]) -> list[list[Conditioning]]:
+    """The branches of guidance, where each area of one has an entry of its own in every other.
 
     The entry that is added reads what the smallest entry around the area reads, and counts where and when the area does.
     """
-    positive, negative = list(positive), list(negative)
-    for given, other in ((positive, negative), (negative, positive)):
+    paired = [list(branch) for branch in branches]
+    for given, other in permutations(paired, 2):
         for conditioning in given:
             other += _counterpart(conditioning, other)
-    return positive, negative
+    return paired
 
 
 def box_of(area: Area | None, shape: Sequence[int]) -> Box | None:

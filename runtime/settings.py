@@ -193,7 +193,9 @@ class SampleSettings(Settings):
     `add_noise` False starts from the latent as it is. The steps run are those from `start_at_step` to `end_at_step`;
     where the end cuts the schedule short, the last one still goes to sigma 0, unless `leftover_noise` is wanted.
     `shift` is the sigma shift of flow models, 0 for the model's own. Where `max_shift` is not 0, the shift follows from the
-    size of the picture instead, as ModelSamplingFlux sets it: between `base_shift` and it.
+    size of the picture instead, as ModelSamplingFlux sets it: between `base_shift` and it. With a middle prompt, `cfg` is
+    how far the positive one is moved away from it, and `cfg_middle` how far that is moved away from the negative one; None
+    without.
     """
 
     seed: int = Field(default=0, ge=0, le=0xFFFFFFFFFFFFFFFF)
@@ -209,6 +211,7 @@ class SampleSettings(Settings):
     shift: float = Field(default=0.0, ge=0.0, le=100.0, allow_inf_nan=False)
     max_shift: float = Field(default=0.0, ge=0.0, le=100.0, allow_inf_nan=False)
     base_shift: float = Field(default=0.5, ge=0.0, le=100.0, allow_inf_nan=False)
+    cfg_middle: float | None = Field(default=None, ge=0.0, le=100.0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _one_shift(self) -> SampleSettings:
@@ -220,9 +223,14 @@ class SampleSettings(Settings):
         return self
 
     @property
+    def scales(self) -> tuple[float, ...]:
+        """How far each prompt but the last is moved away from the next one."""
+        return (self.cfg,) if self.cfg_middle is None else (self.cfg, self.cfg_middle)
+
+    @property
     def needs_negative(self) -> bool:
-        """Whether the negative prompt is evaluated: at cfg 1 only by the CFG++ samplers."""
-        return not math.isclose(self.cfg, 1.0) or self.sampler_name.endswith("_cfg_pp")
+        """Whether the negative prompt is evaluated: where the last scale is 1 only by the CFG++ samplers."""
+        return not math.isclose(self.scales[-1], 1.0) or self.sampler_name.endswith("_cfg_pp")
 
     @field_validator("sampler_name")
     @classmethod

@@ -176,7 +176,8 @@ def sampled(case: dict, inputs: dict[str, torch.Tensor], models: dict) -> torch.
         model = shifted(model, case["shift"])
     positive, negative = (conditioning(case[side], inputs) for side in ("positive", "negative"))
     if case.get("sigmas"):
-        return sampled_along(case, model, positive, negative, latent)
+        guider = guider_of(case, model, positive, negative, inputs)
+        return sampled_along(case, guider, latent)
     widgets = [case[name] for name in ("seed", "steps", "cfg", "sampler_name", "scheduler")]
     if case.get("advanced"):
         add_noise, *steps = case["advanced"]
@@ -192,14 +193,25 @@ def shifted(model, shift: float):
     return ModelSamplingSD3().patch(model, shift)[0]
 
 
-def sampled_along(case: dict, model, positive: list, negative: list, latent: dict) -> torch.Tensor:
+def guider_of(case: dict, model, positive: list, negative: list, inputs: dict[str, torch.Tensor]):
+    """The GUIDER of CFGGuider, or of DualCFGGuider for a case with a middle prompt."""
+    from comfy import samplers
+    from comfy_extras.nodes_custom_sampler import DualCFGGuider
+
+    if "middle" in case:
+        middle, scales = conditioning(case["middle"], inputs), (case["cfg"], case["cfg_middle"])
+        return DualCFGGuider.execute(model, positive, middle, negative, *scales, case["style"])[0]
+    guider = samplers.CFGGuider(model)
+    guider.set_conds(positive, negative)
+    guider.set_cfg(case["cfg"])
+    return guider
+
+
+def sampled_along(case: dict, guider, latent: dict) -> torch.Tensor:
     """What SamplerCustomAdvanced returns for sigmas and a noise node."""
     from comfy import samplers
     from comfy_extras.nodes_custom_sampler import Noise_RandomNoise, SamplerCustomAdvanced
 
-    guider = samplers.CFGGuider(model)
-    guider.set_conds(positive, negative)
-    guider.set_cfg(case["cfg"])
     sampler, sigmas = samplers.sampler_object(case["sampler_name"]), torch.tensor(case["sigmas"])
     return SamplerCustomAdvanced.execute(Noise_RandomNoise(case["seed"]), guider, sampler, sigmas, latent)[0]["samples"]
 

@@ -142,7 +142,7 @@ def test_masks_of_a_batch_must_divide_it():
 def test_a_branch_without_an_entry_in_use_predicts_nothing():
     x, sigma = torch.ones(2, 1, 3, 3), torch.tensor(0.5)
     never = Entry(Conditioning(embedding=torch.ones(1, 1, 4)), start=0.2)
-    denoise = Denoiser(lambda x, sigma, read: x * 3, [Entry(never.conditioning)], [never], cfg=4.0, batch=2)
+    denoise = Denoiser(lambda x, sigma, read: x * 3, [[Entry(never.conditioning)], [never]], scales=[4.0], batch=2)
     assert torch.equal(denoise(x, sigma), x * 3 * 4)
     assert torch.equal(denoise(x, torch.tensor(0.2)), x * 3)
 
@@ -158,7 +158,7 @@ def test_entries_of_one_shape_go_through_the_model_together_and_others_alone():
     alike, longer = (Conditioning(embedding=torch.ones(1, length, 4)) for length in (2, 3))
     weight = torch.ones(1, 1, 1, 1)
     entries = [Entry(alike), Entry(longer), Entry(alike, box=box, weight=weight), Entry(alike, weight=weight)]
-    denoise = Denoiser(predict, entries, [Entry(alike)], cfg=2.0, batch=2)
+    denoise = Denoiser(predict, [entries, [Entry(alike)]], scales=[2.0], batch=2)
     x = draw(2, 1, 4, 4, seed=1)
     assert torch.allclose(denoise(x, torch.tensor(0.5)), x)
     assert calls == [((6, 1, 4, 4), 6), ((2, 1, 4, 4), 2), ((2, 1, 2, 2), 2)]
@@ -167,7 +167,7 @@ def test_entries_of_one_shape_go_through_the_model_together_and_others_alone():
 def test_a_place_that_no_entry_covers_is_empty():
     box = (slice(None), slice(None), slice(0, 2), slice(0, 4))
     covered = Entry(Conditioning(embedding=torch.ones(1, 1, 4)), box=box, weight=torch.ones(1, 1, 2, 4))
-    denoised = Denoiser(lambda x, sigma, read: x + 5, [covered], [], cfg=1.0, batch=1)(
+    denoised = Denoiser(lambda x, sigma, read: x + 5, [[covered], []], scales=[1.0], batch=1)(
         torch.ones(1, 2, 4, 4), torch.tensor(1.0)
     )
     assert torch.equal(denoised[:, :, :2], torch.full((1, 2, 2, 4), 6.0)) and not denoised[:, :, 2:].any()
@@ -185,7 +185,9 @@ def test_each_group_of_the_cfg_axis_evaluates_the_entries_of_its_branch():
         ones = Conditioning(embedding=torch.ones(1, 1, 4))
         weight = torch.full((1, 1, 1, 1), 3.0)
         positive = [Entry(ones), Entry(Conditioning(embedding=torch.full((1, 2, 4), 5.0)), weight=weight)]
-        denoise = Denoiser(predict, positive, [Entry(ones, start=0.5)], cfg=2.0, batch=2, group=mesh.group("cfg"))
+        denoise = Denoiser(
+            predict, [positive, [Entry(ones, start=0.5)]], scales=[2.0], batch=2, group=mesh.group("cfg")
+        )
         return denoise(torch.ones(2, 1, 3, 3), torch.tensor(0.9)), len(calls)
 
     (first, calls), (second, none) = run_as_threads({"cfg": 2}, run)

@@ -198,7 +198,7 @@ X, SIGMA = torch.arange(6.0).view(3, 2), torch.tensor(0.5)
 
 @pytest.mark.parametrize("negative_length", [2, 5])
 def test_guidance_moves_away_from_the_negative_branch(negative_length):
-    denoise = Denoiser(predict, [entry(1.0)], [entry(3.0, negative_length)], cfg=4.0, batch=3)
+    denoise = Denoiser(predict, [[entry(1.0)], [entry(3.0, negative_length)]], scales=[4.0], batch=3)
     assert torch.allclose(denoise(X, SIGMA), X * 0.5 + 3.0 + (1.0 - 3.0) * 4.0)
 
 
@@ -210,19 +210,19 @@ def test_without_guidance_only_the_positive_branch_is_evaluated(negative, cfg):
         calls.append(len(args[0]))
         return predict(*args)
 
-    denoise = Denoiser(counted, [entry(1.0)], negative, cfg=cfg, batch=3)
+    denoise = Denoiser(counted, [[entry(1.0)], negative], scales=[cfg], batch=3)
     assert torch.equal(denoise(X, SIGMA), X * 0.5 + 1.0)
     assert calls == [3]
 
 
 def test_several_prompts_of_a_branch_are_averaged():
-    denoise = Denoiser(predict, [entry(1.0), entry(2.0, 4)], [entry(0.0)], cfg=2.0, batch=3)
+    denoise = Denoiser(predict, [[entry(1.0), entry(2.0, 4)], [entry(0.0)]], scales=[2.0], batch=3)
     assert torch.allclose(denoise(X, SIGMA), X * 0.5 + 2 * 1.5)
 
 
 def test_prompts_are_dealt_to_the_batch_in_turn():
     pair = Conditioning(embedding=torch.tensor([1.0, 2.0]).view(2, 1, 1).expand(2, 2, 3))
-    denoise = Denoiser(predict, [Entry(pair)], [], cfg=1.0, batch=3)
+    denoise = Denoiser(predict, [[Entry(pair)], []], scales=[1.0], batch=3)
     assert torch.allclose(denoise(X, SIGMA), X * 0.5 + torch.tensor([1.0, 2.0, 1.0]).view(3, 1))
 
 
@@ -234,11 +234,45 @@ def test_each_group_of_the_cfg_axis_evaluates_one_branch():
             calls.append(len(x))
             return predict(x, sigma, conditioning)
 
-        denoise = Denoiser(counted, [entry(1.0)], [entry(3.0, 7)], cfg=4.0, batch=3, group=mesh.group("cfg"))
+        denoise = Denoiser(counted, [[entry(1.0)], [entry(3.0, 7)]], scales=[4.0], batch=3, group=mesh.group("cfg"))
         return denoise(X, SIGMA), calls
 
     for result, calls in run_as_threads({"cfg": 2}, run):
         assert torch.allclose(result, X * 0.5 - 5.0) and calls == [3]
+
+
+@pytest.mark.parametrize(("middle_scale", "asked"), [(2.0, 3), (1.0, 2)])
+def test_each_branch_moves_away_from_the_next(middle_scale, asked):
+    """As in ComfyUI's DualCFGGuider; a last branch that its scale leaves without effect is not evaluated."""
+    calls = []
+
+    def counted(x, sigma, conditioning) -> torch.Tensor:
+        calls.append(len(x))
+        return predict(x, sigma, conditioning)
+
+    branches = [[entry(1.0)], [entry(3.0)], [entry(7.0)]]
+    denoise = Denoiser(counted, branches, scales=[4.0, middle_scale], batch=3)
+    moved = 7.0 + (3.0 - 7.0) * middle_scale + (1.0 - 3.0) * 4.0
+    assert torch.allclose(denoise(X, SIGMA), X * 0.5 + moved) and sum(calls) == asked * 3
+
+
+@pytest.mark.parametrize(("degree", "branches"), [(2, [2, 1]), (3, [1, 1, 1])])
+def test_ranks_of_the_cfg_axis_share_any_number_of_branches(degree, branches):
+    def run(mesh: Mesh) -> tuple[torch.Tensor, int]:
+        calls = []
+
+        def counted(x, sigma, conditioning) -> torch.Tensor:
+            calls.append(len(x))
+            return predict(x, sigma, conditioning)
+
+        prompts = [[entry(1.0)], [entry(3.0, 7)], [entry(7.0)]]
+        denoise = Denoiser(counted, prompts, scales=[4.0, 2.0], batch=3, group=mesh.group("cfg"))
+        return denoise(X, SIGMA), sum(calls)
+
+    found = run_as_threads({"cfg": degree}, run)
+    assert [count for _, count in found] == [3 * branch for branch in branches]
+    for result, _ in found:
+        assert torch.allclose(result, X * 0.5 + 7.0 - 8.0 - 8.0)
 
 
 def test_odd_sides_are_filled_from_the_other_end():

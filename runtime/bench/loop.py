@@ -64,7 +64,7 @@ def _seconds_around_forward(sampler_name: str) -> float:
 
     def one_round() -> float:
         stub.waited, stub.calls, started = 0.0, 0, time.perf_counter()
-        denoise = Denoiser(predict, [prompt], [prompt], cfg=CFG, batch=LATENT[0])
+        denoise = Denoiser(predict, [[prompt], [prompt]], scales=[CFG], batch=LATENT[0])
         run_sampler(denoise, noise, latent, sigmas, table=table, sampler_name=sampler_name, seed=0, progress=_report)
         return (time.perf_counter() - started - stub.waited) / stub.calls
 

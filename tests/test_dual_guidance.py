@@ -1,0 +1,85 @@
+"""Three prompts: the latent that SamplerCustomAdvanced gives with DualCFGGuider."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runtime.mesh import Mesh
+from runtime.pipeline import Pipeline
+from runtime.progress import ignore_progress
+from runtime.protocol import Conditioning, Sample
+from runtime.settings import ModelSettings, SampleSettings
+from tests.ranks import run_as_threads
+from tests.stock import ask_comfyui, relative_error
+from tests.test_same_picture import INPUTS, PLAIN, draw, random_model
+
+SIGMAS = [1.0, 0.9, 0.7, 0.4, 0.0]
+PROMPTS = {
+    "positive": draw(1, 9, 4096, seed=2),
+    "middle": draw(1, 7, 4096, seed=4),
+    "negative": draw(1, 5, 4096, seed=3),
+}
+CASES = [
+    {"cfg": 6.0, "cfg_middle": 3.0, "style": "regular", "sampler_name": "euler"},
+    {"cfg": 6.0, "cfg_middle": 1.0, "style": "regular", "sampler_name": "euler"},
+    {"cfg": 1.0, "cfg_middle": 1.0, "style": "regular", "sampler_name": "euler"},
+    {"cfg": 2.0, "cfg_middle": 3.0, "style": "nested", "sampler_name": "dpmpp_2m"},
+    {"cfg": 1.5, "cfg_middle": 1.0, "style": "regular", "sampler_name": "euler_cfg_pp"},
+]
+
+
+def request_of(model: str, *, cfg: float, cfg_middle: float, sampler_name: str = "euler") -> Sample:
+    prompts = {side: (Conditioning(embedding=prompt),) for side, prompt in PROMPTS.items()}
+    return Sample(
+        job="test",
+        model=ModelSettings(model=model, dtype="fp32"),
+        settings=SampleSettings(cfg=cfg, cfg_middle=cfg_middle, sampler_name=sampler_name, seed=PLAIN["seed"]),
+        latent=INPUTS["empty-1-1-odd"],
+        sigmas=torch.tensor(SIGMAS),
+        **prompts,
+    )
+
+
+@pytest.mark.comfy
+def test_three_prompts_give_the_latent_of_stock(tmp_path):
+    model = random_model(tmp_path)
+    sides = {side: side for side in PROMPTS}
+    shared = PLAIN | sides | {"model": str(model.checkpoint), "sigmas": SIGMAS, "latent": "empty-1-1-odd"}
+    stock = ask_comfyui(tmp_path, inputs=INPUTS | PROMPTS, samples=[shared | case for case in CASES])
+    for number, case in enumerate(CASES):
+        cfg = case["cfg"] * (case["cfg_middle"] if case["style"] == "nested" else 1.0)
+        scales = {"cfg": cfg, "cfg_middle": case["cfg_middle"], "sampler_name": case["sampler_name"]}
+        result = model.pipeline.sample(request_of(str(model.checkpoint), **scales), progress=ignore_progress)
+        error = relative_error(result, stock[f"samples.{number}"])
+        print(case, f"relative error {error:.1e}")
+        assert error < 1e-5
+
+
+@pytest.mark.parametrize("degrees", [{"cfg": 2}, {"cfg": 2, "ulysses": 2}, {"cfg": 3}], ids=str)
+def test_ranks_that_share_three_branches_give_the_latent_of_one(degrees):
+    request = request_of("random:wan", cfg=6.0, cfg_middle=3.0)
+
+    def run(mesh: Mesh) -> torch.Tensor:
+        return Pipeline.load(request.model, mesh=mesh, progress=ignore_progress).sample(
+            request, progress=ignore_progress
+        )
+
+    reference = run(Mesh.single())
+    for result in run_as_threads(degrees, run):
+        assert (result - reference).norm() / reference.norm() < 2e-6
+
+
+@pytest.mark.parametrize("given", [{"cfg_middle": 2.0}, {"middle": (Conditioning(embedding=PROMPTS["middle"]),)}])
+def test_a_middle_prompt_and_its_scale_go_together(given):
+    settings = SampleSettings(cfg_middle=given.pop("cfg_middle", None))
+    positive = (Conditioning(embedding=PROMPTS["positive"]),)
+    with pytest.raises(ValueError, match="give both or neither"):
+        Sample(
+            job="test",
+            model=ModelSettings(model="random:wan"),
+            settings=settings,
+            positive=positive,
+            latent=INPUTS["empty-1-1-odd"],
+            **given,
+        )
