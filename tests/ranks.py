@@ -29,7 +29,7 @@ from runtime.protocol import Conditioning, Sample
 from runtime.settings import MemorySettings, ModelSettings, SampleSettings
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_SECONDS = 420
+TIMEOUT_SECONDS = 600
 
 
 REGIONS: dict[str, dict[str, list[dict[str, Any]]]] = {

@@ -81,11 +81,12 @@ def cases_of(numbers: Iterable[int] = range(len(REQUESTS)), /, **degrees: int) -
     return [Case(**REQUESTS[number], degrees=degrees) for number in numbers]
 
 
-def rows_of(*tables: dict[str, dict[str, Any]], **degrees: int) -> list[Case]:
+def rows_of(*tables: dict[str, dict[str, Any]], relatives: bool = True, **degrees: int) -> list[Case]:
     """Every row of the tables for every architecture, and one row for each of its relatives."""
     rows, cases, classes = [row for table in tables for row in table.values()], [], set()
     for family in FAMILIES.values():
-        for row in [TABLE["uneven tokens"]] if family.transformer_class in classes else rows:
+        few = [TABLE["uneven tokens"]] if relatives else []
+        for row in few if family.transformer_class in classes else rows:
             cases.append(Case(**row, model=f"random:{family.name}", steps=2, degrees=degrees))
         classes.add(family.transformer_class)
     return cases
@@ -96,7 +97,7 @@ PAIRS = [dict.fromkeys(pair, 2) for pair in combinations(KINDS, 2)]
 PROCESSES = {
     "two": [case for kind in KINDS for case in (*cases_of(**{kind: 2}), *rows_of(TABLE, FEW_TOKENS, **{kind: 2}))],
     "four": [
-        *(case for pair in PAIRS for case in (*cases_of([3, 14], **pair), *rows_of(TABLE, **pair))),
+        *(case for pair in PAIRS for case in (*cases_of([14], **pair), *rows_of(TABLE, relatives=False, **pair))),
         *(case for kind in ("ring", "ulysses", "tensor") for case in cases_of(FEWER[2:], **{kind: 4})),
     ],
     "three": [case for kind in ("ulysses", "tensor") for case in rows_of({"": TABLE["uneven tokens"]}, **{kind: 3})],
