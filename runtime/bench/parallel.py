@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ..errors import Refused
 from .parallel_sides import SIDES, Size, sent_at_least, write_model
 
 ROUNDS = 5
@@ -36,7 +37,10 @@ def measure(*, size: Size = Size(), rounds: int = ROUNDS) -> dict[str, Any]:
 
     `bytes_per_step` and `bytes_minimum` are of the rank that sends most, by kind. `rss_ratio_tensor2` is how much the
     peak of resident memory grows from an empty process to one that has loaded its part and run a step, against one rank.
+    Raises `Refused` where there is no /proc.
     """
+    if not Path("/proc/self/clear_refs").exists():
+        raise Refused("bench parallel reads the memory of its processes from /proc: run it on Linux")
     with tempfile.TemporaryDirectory(prefix="outrigger-bench-") as home:
         folder = Path(home)
         write_model(folder, size)
