@@ -24,14 +24,18 @@ def comfyui_path() -> Path:
 
 
 def ask_comfyui(
-    folder: Path, *, inputs: dict[str, torch.Tensor] | None = None, **cases: list[dict]
+    folder: Path,
+    *,
+    inputs: dict[str, torch.Tensor] | None = None,
+    options: tuple[str, ...] = (),
+    **cases: list[dict],
 ) -> dict[str, torch.Tensor]:
-    """Results by kind and number: "sigmas.0", "noise.2", "samples.5"; see `stock_comfyui`."""
+    """Results by kind and number: "sigmas.0", "noise.2", "samples.5"; see `stock_comfyui`. `options` are ComfyUI's own."""
     request, given, results = (folder / name for name in ("request.json", "inputs.safetensors", "results.safetensors"))
     request.write_text(json.dumps(cases))
     save_file(inputs or {"none": torch.zeros(1)}, given)
     environment = os.environ | {"COMFYUI_PATH": str(comfyui_path())}
-    command = [sys.executable, str(SCRIPT), str(request), str(given), str(results)]
+    command = [sys.executable, str(SCRIPT), str(request), str(given), str(results), *options]
     run = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=1800)
     assert run.returncode == 0, run.stderr[-4000:]
     return load_file(results)

@@ -1,6 +1,6 @@
 """Run in a process of its own: what the real ComfyUI computes, for the tests to compare with.
 
-usage: stock_comfyui.py REQUEST.json INPUTS.safetensors RESULTS.safetensors
+usage: stock_comfyui.py REQUEST.json INPUTS.safetensors RESULTS.safetensors [OPTION OF COMFYUI ...]
 with COMFYUI_PATH naming ComfyUI's folder. A process of its own, since ComfyUI's `nodes.py` and our `nodes/` have one name.
 """
 
@@ -289,11 +289,11 @@ def as_bytes(text: str) -> torch.Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
-def main(request_path: str, inputs_path: str, results_path: str) -> None:
+def main(request_path: str, inputs_path: str, results_path: str, *options: str) -> None:
     sys.path[0] = os.environ["COMFYUI_PATH"]
     import comfy.options
 
-    sys.argv[1:] = ["--cpu"]
+    sys.argv[1:] = ["--cpu", *options]
     comfy.options.enable_args_parsing()
     request, inputs, models = json.loads(Path(request_path).read_text()), load_file(inputs_path), {}
     results = {"step_seed_offset": step_seed_offset()}

@@ -34,9 +34,9 @@ CONFIG = {
     "freq_dim": 256, "in_channels": 16, "out_channels": 16,
 }  # fmt: skip
 """Wan's smallest that stock ComfyUI recognises: it takes a head for 128 wide."""
-TRAINED_LIMITS = {"dpmpp_2m": 1e-4, "uni_pc": 1e-4}
-"""On the trained model these two make the rounding of float32 some 250 times larger: moving what the model says by 1e-7
-moves their latent by 2.5e-5. The others stay under `LIMIT`."""
+OTHER_ATTENTION = ("--use-pytorch-cross-attention",)
+"""ComfyUI's option for what it takes by itself on most GPUs; on a processor it takes another kind. The two round differently,
+and the trained model makes that up to 250 times larger."""
 SIDES = ("positive", "negative")
 SHAPES = {"even": (6, 8), "odd": (5, 7)}
 NATIVE = (16, 16)
@@ -131,7 +131,8 @@ def compare(tmp_path_factory):
     if (MODEL_FOLDER / "transformer").is_dir():
         models["tiny-shapes"] = trained_model(folder)
 
-    def run(cases: list[dict]) -> dict[str, float]:
+    def run(cases: list[dict], *, spread: bool = False) -> dict[str, float]:
+        """Against ours; with `spread` how far ComfyUI is from itself with another attention."""
         cases = [case for case in cases if case["model"] in models]
         inputs = INPUTS | {f"{name}-{side}": getattr(models[name], side) for name in models for side in SIDES}
         samples = [
@@ -141,6 +142,14 @@ def compare(tmp_path_factory):
             for case in cases
         ]
         stock = ask_comfyui(tmp_path_factory.mktemp("stock"), inputs=inputs, samples=samples)
+        if spread:
+            other = ask_comfyui(
+                tmp_path_factory.mktemp("other"), inputs=inputs, samples=samples, options=OTHER_ATTENTION
+            )
+            return {
+                str(case): relative_error(other[f"samples.{number}"], stock[f"samples.{number}"])
+                for number, case in enumerate(cases)
+            }
         offset = int(stock["step_seed_offset"])
         ours = [sample(models[case["model"]], case, cpu_noise_offset=offset) for case in cases]
         return {
@@ -172,7 +181,7 @@ def check(cases: list[dict], errors: dict[str, float], capsys, limits: dict[str,
             worst = max(own, key=lambda case: errors[str(case)])
             where = f"{worst['scheduler']}, {worst['latent']}, cfg {worst['cfg']}, denoise {worst['denoise']}"
             print(f"\n  {name}: {len(own)} latents, worst relative error {errors[str(worst)]:.1e} ({where})", end="")
-    limit = {str(case): (limits or {}).get(case["sampler_name"], LIMIT) for case in cases}
+    limit = {str(case): max(LIMIT, (limits or {}).get(str(case), 0.0)) for case in cases}
     assert not {case: errors[case] for case in limit if not errors[case] <= limit[case]}
 
 
@@ -191,8 +200,11 @@ def test_latent_is_ksamplers_for_pictures_part_batches_and_other_shapes(errors, 
 
 
 @pytest.mark.skipif(not (MODEL_FOLDER / "transformer").is_dir(), reason="tiny-shapes has not been trained yet")
-def test_latent_of_tiny_shapes_is_ksamplers(errors, capsys):
-    check(TRAINED, errors, capsys, TRAINED_LIMITS)
+def test_latent_of_tiny_shapes_is_ksamplers(compare, errors, capsys):
+    """Within `LIMIT`, or where ComfyUI is further from itself, within twice that."""
+    spread = compare(TRAINED, spread=True)
+    check(TRAINED, errors, capsys, {case: 2 * each for case, each in spread.items()})
+    assert sum(errors[str(case)] <= LIMIT for case in TRAINED) >= len(TRAINED) - 2
 
 
 @pytest.mark.full
