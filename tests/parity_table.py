@@ -20,8 +20,9 @@ from tests.test_same_picture import INPUTS, PLAIN, SIDES, Model, random_model, s
 
 LIMIT = 1e-4
 NOTES = """\
-Limit: 1e-4. Above 1e-5 are lms, ipndm_v and deis, whose weights for the slopes of earlier steps are large and nearly
-cancel, so that they enlarge the rounding of the model itself, and dpm_adaptive, whose steps follow from differences.
+Limit: 1e-4. The largest are those of lms, ipndm_v and deis, whose weights for the slopes of earlier steps are large and
+nearly cancel, so that they enlarge the rounding of the model itself, and of dpm_adaptive, whose steps follow from
+differences.
 
 With a single step there is one schedule less: kl_optimal then divides by zero. KSampler gives NaN, or an error with the
 samplers that use Brownian noise; Outrigger refuses, and says to raise the steps.
