@@ -24,7 +24,7 @@ from ..inspection import WEIGHTS
 from ..mesh import Mesh
 from ..parallel.shares import even_lengths
 from ..pipeline import Pipeline
-from ..prediction import image_ids, pack
+from ..prediction import pack
 from ..progress import ignore_progress
 from ..protocol import Conditioning, Sample
 from ..settings import ModelSettings, SampleSettings
@@ -230,7 +230,7 @@ class Rank:
             "pooled_projections": prompt.pooled,
             "timestep": torch.ones(1),
             "guidance": torch.tensor([3.5]),
-            "img_ids": image_ids(latent, FLUX.patch),
+            "img_ids": torch.cartesian_prod(*(torch.arange(float(count)) for count in (1, size.rows, size.columns))),
             "txt_ids": torch.zeros(size.text, 3),
         }
         return lambda: model(**inputs, return_dict=False)
