@@ -75,8 +75,8 @@ class ConditioningReader:
     def _references(self, conditioning: Conditioning) -> tuple[torch.Tensor, ...]:
         if conditioning.references and not self._family.references:
             raise Refused(
-                f"the conditioning carries {len(conditioning.references)} reference latents, but {self._family.title} takes "
-                f"none: remove Reference Latent"
+                f"the conditioning carries reference latents ({len(conditioning.references)}), but {self._family.title} "
+                f"takes none: remove Reference Latent"
             )
         return tuple(self._in_model_space(latent, "a reference latent") for latent in conditioning.references)
 

@@ -97,7 +97,7 @@ def test_conditioning_that_a_stock_node_changed_is_refused_by_name(comfyui: Comf
     prompt["20"] = {"class_type": "ReferenceLatent", "inputs": {"conditioning": [POSITIVE, 0], "latent": [SIZE, 0]}}
     run = comfyui.run(prompt)
     assert run.error["node_id"] == SAMPLER
-    assert "'reference_latents'" in run.error["exception_message"]
+    assert "remove Reference Latent" in run.error["exception_message"]
 
 
 def test_conditioning_of_another_model_is_an_error_that_says_so(comfyui: ComfyUI):
