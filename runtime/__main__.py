@@ -23,11 +23,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return chosen.run(chosen)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (ValueError, SidecarError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError, SidecarError) as error:
+        reason = _of_system(error) if isinstance(error, OSError) else str(error)
+        print(f"error: {reason}", file=sys.stderr)
         if getattr(chosen, "json", False):
-            print(json.dumps({"ok": False, "reason": str(error)}))
+            print(json.dumps({"ok": False, "reason": reason}))
         return 1
+
+
+def _of_system(error: OSError) -> str:
+    """What the system says, and of which file: no room, no permission, a folder where a file should be."""
+    return ": ".join(str(part) for part in (error.filename, error.strerror or error) if part)
 
 
 if __name__ == "__main__":

@@ -135,14 +135,18 @@ def test_generate_draws_what_the_prompt_says_and_logs_no_prompt(capsys, caplog):
         (["--out", "a.png", "--frames", "9"], "frames is 9: name a .mp4 file"),
         (["--out", "nowhere/a.png"], "there is no folder"),
         (["--out", "a.png", "--width", "100"], "width 100 is no multiple of 8"),
+        (["--out", "a.png", "--width", "100000"], "width is 100000: set it to 16384 or less"),
+        (["--out", "a.mp4", "--frames", "400001"], "frames is 400001: set it to 16384 or less"),
+        (["--out", "folder.png"], "folder.png is a folder: name another file"),
         (["--out", "a.mp4", "--frames", "8"], "1 more than a multiple of 4"),
         (["--out", "a.png", "--steps", "0"], "steps is 0: set it to 1 or more"),
         (["--out", "a.png", "--vae", "none.safetensors"], "none.safetensors: no such file or folder"),
         (["--out", "a.png", "--devices", "cpu:3", "--ulysses", "2"], "nearest plan that works"),
     ],
 )
-def test_generate_refuses_before_it_starts_anything(capsys, monkeypatch, words, says):
+def test_generate_refuses_before_it_starts_anything(capsys, monkeypatch, tmp_path, words, says):
     monkeypatch.setattr(generate, "own_sidecar", None)
+    (tmp_path / "folder.png").mkdir()
     assert main(["generate", "--model", "tiny-shapes", "--prompt", PROMPT, *words]) == 1
     assert says in capsys.readouterr().err
 

@@ -100,16 +100,32 @@ def test_flags_come_from_a_file_and_those_given_win(capsys, tmp_path, name, text
         ("ring: [", "cannot be read"),
         ("ring: !!python/object/apply:os.system ['true']", "cannot be read"),
         ("dtype: bf17", "did you mean bf16?"),
+        (b"\xff\xfe\x00", "is no text in UTF-8"),
+        ("#" * ((1 << 20) + 1), "has more than 1048576 bytes"),
     ],
 )
 def test_a_file_that_holds_something_else_is_refused(capsys, tmp_path, text, says):
-    (tmp_path / "c.yaml").write_text(text)
+    (tmp_path / "c.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     said = refused(capsys, *PLAN, "--config", "c.yaml")
     assert says in said and said.count("did you mean") <= 1
 
 
 def test_a_file_that_is_not_there_is_refused(capsys):
     assert "none.yaml cannot be read: No such file" in refused(capsys, *PLAN, "--config", "none.yaml")
+
+
+def test_a_file_without_an_end_is_refused_and_not_read_to_it(capsys):
+    assert "/dev/zero has more than 1048576 bytes" in refused(capsys, *PLAN, "--config", "/dev/zero")
+
+
+def test_a_flag_without_its_value_is_told_as_the_command_tells_the_others(capsys):
+    assert "runtime plan: error: argument --config: expected one argument" in refused(capsys, *PLAN, "--config")
+
+
+def test_a_fault_of_the_system_is_told_without_a_traceback(capsys):
+    long = "a" * 300
+    status, answer = printed(capsys, "plan", "--model", long)
+    assert status == 1 and answer == {"ok": False, "reason": f"{long}: File name too long"}
 
 
 # Names of models
@@ -134,7 +150,12 @@ def test_a_model_is_found_by_name_under_a_models_folder(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("tiny-shape", "nearest names are tiny-shapes"), ("random-wan", "random:wan"), ("random:none", "there are: wan")],
+    [
+        ("tiny-shape", "nearest names are tiny-shapes"),
+        ("random-wan", "random:wan"),
+        ("random:none", "there are: wan"),
+        ("", "is empty: give a path or a name"),
+    ],
 )
 def test_a_model_that_is_not_there_is_refused_with_the_way_out(capsys, name, says):
     status, answer = printed(capsys, "plan", "--model", name)
@@ -167,6 +188,12 @@ def test_loras_come_from_flags_or_a_list_in_a_file_with_their_strengths(tmp_path
         loras("--lora", "styles.safetensors:1")
     with pytest.raises(Refused, match="strength is 101"):
         loras("--lora", "style.safetensors:101")
+
+
+@pytest.mark.parametrize(("lora", "says"), [(".", "is a folder: give a LoRA file"), ("", "is empty: give a path")])
+def test_a_lora_that_is_no_file_is_refused_with_the_plan(capsys, lora, says):
+    status, answer = printed(capsys, *PLAN, "--lora", lora)
+    assert status == 1 and says in answer["reason"]
 
 
 def test_a_command_tells_what_a_lora_did(caplog):

@@ -23,9 +23,12 @@ def words_of_config(words: Sequence[str], actions: Actions) -> list[str]:
 
     Raises `Refused` when the file is not a table of these flags.
     """
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument(CONFIG)
-    path = finder.parse_known_args(list(words))[0].config
+    try:
+        path = finder.parse_known_args(list(words))[0].config
+    except argparse.ArgumentError as error:
+        raise Refused(str(error)) from None
     if path is None:
         return []
     given = {word.partition("=")[0] for word in words}
@@ -36,9 +39,13 @@ def words_of_config(words: Sequence[str], actions: Actions) -> list[str]:
 def read_config(path: Path) -> dict[str, Any]:
     """The keys and values of a file; a dash and an underscore are the same. Raises `Refused` when it is something else."""
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise Refused(f"{path} has {path.stat().st_size} bytes: that is no file of flags")
-        content = _parsed(path, path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(MAX_CONFIG_BYTES + 1)  # a pipe or a device has no size to ask for
+        if len(content) > MAX_CONFIG_BYTES:
+            raise Refused(f"{path} has more than {MAX_CONFIG_BYTES} bytes: that is no file of flags")
+        content = _parsed(path, content.decode())
+    except UnicodeDecodeError as error:
+        raise Refused(f"{path} is no text in UTF-8: name a file of flags") from error
     except OSError as error:
         raise Refused(f"{path} cannot be read: {error.strerror}") from error
     if not isinstance(content, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -91,6 +92,8 @@ def _lora_settings(text: str) -> LoraSettings:
     name, _, strength = text.rpartition(":")
     number = _number(strength) if name else None
     path = find_file(text if number is None else name, LORA_FOLDERS)
+    if os.path.isdir(path):
+        raise Refused(f"{path} is a folder: give a LoRA file in it")
     return checked(LoraSettings, path=path, strength=1.0 if number is None else number)
 
 

@@ -12,12 +12,18 @@ from ..message import Conditioning
 DRAWN_LENGTHS = (19, 12)
 """Tokens of a drawn prompt and of the negative one: neither alike nor even."""
 
+MOST = 16384
+"""Of pixels along a side, and of frames: ComfyUI's own bound."""
+
 
 def empty_latent(form: LatentFormat, *, width: int, height: int, frames: int, batch: int = 1) -> torch.Tensor:
     """Zeros of the shape that a picture or video of this size has. Raises `Refused` for a size that none has."""
     for name, size in (("width", width), ("height", height)):
         if size < form.spatial or size % form.spatial:
             raise Refused(f"{name} {size} is no multiple of {form.spatial}: set it to one")
+    for name, size in (("width", width), ("height", height), ("frames", frames)):
+        if size > MOST:
+            raise Refused(f"{name} is {size}: set it to {MOST} or less")
     if form.dims == 2 and frames > 1:
         raise Refused(f"frames is {frames}, but this model makes pictures: set it to 1")
     if frames < 1 or (frames - 1) % form.temporal:

@@ -34,6 +34,8 @@ def find_part(name: str, folders: tuple[str, ...]) -> str:
 
 def find_file(name: str, folders: tuple[str, ...]) -> str:
     """Absolute path of a file or folder, given by path or by its name in one of `folders` of a models folder."""
+    if not name:
+        raise Refused(f"the name of a file of {' or '.join(folders)} is empty: give a path or a name")
     if Path(name).exists():
         return os.path.abspath(name)
     roots = models_folders()
@@ -51,15 +53,6 @@ def models_folders() -> list[Path]:
     named = os.environ.get("COMFYUI_PATH")
     roots = [*([Path(named)] if named else []), PACK_ROOT.parents[1], Path.cwd()]
     return list(dict.fromkeys(root.resolve() / "models" for root in roots if (root / "models").is_dir()))
-
-
-def _not_found(name: str, folders: tuple[str, ...], roots: list[Path]) -> str:
-    where = f"Looked in {', '.join(map(str, roots))} (folders {', '.join(folders)})"
-    nowhere = "There is no models folder to look in: COMFYUI_PATH names none, and there is no ./models"
-    known = [TINY_SHAPES, *(RANDOM + family for family in FAMILIES)] if folders == MODEL_FOLDERS else []
-    near = difflib.get_close_matches(name, [*known, *_names(roots, folders)], n=NAMED, cutoff=0.5)
-    nearest = f"; the nearest names are {', '.join(near)}" if near else ""
-    return f"{name}: no such file or folder. {where if roots else nowhere}{nearest}"
 
 
 def _not_found(name: str, folders: tuple[str, ...], roots: list[Path]) -> str:

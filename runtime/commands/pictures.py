@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ def check_path(path: Path, *, frames: int) -> None:
         raise Refused(f"{path} holds one picture, but frames is {frames}: name a {VIDEO} file, or set frames to 1")
     if not path.absolute().parent.is_dir():
         raise Refused(f"{path}: there is no folder {path.absolute().parent}: make it first")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise Refused(f"{path} {'is a folder' if path.is_dir() else 'cannot be written'}: name another file")
     if suffix == VIDEO:
         _av()
 
