@@ -15,6 +15,7 @@ from .plan import Plan
 from .pool import Mappings
 from .protocol import (
     Cancel,
+    EncodeText,
     Event,
     Failed,
     Finished,
@@ -38,7 +39,6 @@ STOP_SECONDS = 20.0
 """The same once one has stopped: the others may be on the way to the boundary still."""
 
 KILL_HINT = ", as the system does when memory runs out"
-
 CANCELLED_SECONDS = 300.0
 """How long ranks may take to the next boundary after a cancel. Then they hang, and are replaced."""
 
@@ -236,7 +236,7 @@ class Executor:
     def _settle(self, job: Job) -> None:
         """Answer, now that every rank is through or has been stopped."""
         if job.failures:
-            if self._ranks and not _all_alike(job.failures, world=len(self._ranks.all)):
+            if self._ranks and not _are_alike(job, self._ranks.plan):
                 self.stop()  # they differ now in what they have loaded
             return self._end(job.failures[0])
         self._end(Stopped(job=job.name) if job.stopped or job.result is None else None)
@@ -292,6 +292,9 @@ def _status(rank: Rank) -> str:
     return f"killed by signal {-status}{KILL_HINT if status == -9 else ''}"
 
 
-def _all_alike(failures: list[Failed], *, world: int) -> bool:
-    """Whether every rank refused the same thing, and so none is ahead of another."""
-    return len(failures) == world and len({f.message for f in failures}) == 1 and not failures[0].out_of_memory
+def _are_alike(job: Job, plan: Plan) -> bool:
+    """Whether all ranks refused the same thing, or all that encode text for the others did: then none is ahead of another."""
+    failures, refusing = job.failures, {plan.world}
+    if isinstance(job.request, EncodeText) and len(job.through) == plan.world and all(f.loaded for f in failures):
+        refusing.add(plan.tensor)
+    return len(failures) in refusing and len({f.message for f in failures}) == 1 and not failures[0].out_of_memory

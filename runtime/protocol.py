@@ -232,13 +232,16 @@ class Stopped(Message):
 
 
 class Failed(Message):
-    """The job failed. `user_error` marks what the user can put right; its `message` says how."""
+    """The job failed. `user_error` marks what the user can put right; its `message` says how. `loaded`: the rank has the
+    model all the same.
+    """
 
     kind: Literal["failed"] = "failed"
     job: Job
     message: str = Field(max_length=1 << 14)
     user_error: bool = False
     out_of_memory: bool = False
+    loaded: bool = False
     rank: int | None = None
     stage: str = ""
     step: int | None = None

@@ -191,6 +191,7 @@ class Worker:
             message=(text if user_error else f"{type(error).__name__}: {text}")[: 1 << 14],
             user_error=user_error,
             out_of_memory=_is_out_of_memory(error),
+            loaded=self._loaded is not None,
             rank=self.settings.rank,
             stage=report.stage[:64],
             step=report.step,

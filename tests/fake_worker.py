@@ -26,13 +26,15 @@ class FakePipeline:
         for step in range(1, 3):
             time.sleep(float(behaviour.get("load", 0)))
             progress("loading", step, 2)
-        if behaviour.get("file") == "bad":
+        if behaviour.get("file") in ("bad", str(mesh.rank)):
             raise Refused(f"{settings.model} is not a model: choose another")
         print("loaded in", os.getpid(), flush=True)
         return cls(behaviour, mesh)
 
     def encode_text(self, text, *, progress):
         progress("encoding text", 1, 1)
+        if self.first and self.behaviour.get("text") == "bad":
+            raise Refused("the prompt is too long")
         return (
             Conditioning(embedding=torch.full((1, 4, 8), float(len(text)), dtype=torch.bfloat16))
             if self.first

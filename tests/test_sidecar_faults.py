@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import uuid
 
 import msgpack
 import psutil
@@ -13,8 +14,8 @@ import torch
 
 from runtime.channel import Connection, encode, parse
 from runtime.errors import SidecarError
-from runtime.protocol import Decode, Failed, Hello, Status, Welcome, event_from
-from runtime.settings import ModelSettings
+from runtime.protocol import Decode, EncodeText, Failed, Hello, Status, Welcome, event_from
+from runtime.settings import ModelSettings, ParallelSettings
 from tests.sidecars import fake_sidecar, family_of, never, rank_pids, run, sample, steps_of, still_there
 
 
@@ -33,6 +34,12 @@ def failure_of(sidecar, request, *, kill=None):
                 os.kill(kill(), signal.SIGKILL)
                 started = time.monotonic()
     return caught.value, time.monotonic() - started
+
+
+def text(model, *, ranks):
+    """A request to encode a prompt."""
+    settings = ModelSettings(model=model, parallel=ParallelSettings(devices=f"cpu:{ranks}"))
+    return EncodeText(job=uuid.uuid4().hex, model=settings, text="a long one")
 
 
 def wait_until(condition):
@@ -93,6 +100,24 @@ def test_what_all_ranks_refuse_alike_keeps_them(sidecar, model):
     before = rank_pids(sidecar)
     failure_of(sidecar, sample(model, ranks=2))
     assert rank_pids(sidecar) == before and run(sidecar, sample(ranks=2))
+
+
+def test_a_prompt_that_the_first_rank_refuses_for_all_keeps_them(sidecar):
+    run(sidecar, sample("fake?text=bad", ranks=2))
+    before = rank_pids(sidecar)
+    error, seconds = failure_of(sidecar, text("fake?text=bad", ranks=2))
+    assert str(error) == "the prompt is too long" and seconds < 2
+    assert rank_pids(sidecar) == before
+    after = run(sidecar, sample("fake?text=bad", ranks=2))
+    assert steps_of(after) == [1, 2, 3] and not steps_of(after, "loading")
+
+
+def test_a_model_that_the_first_rank_alone_cannot_load_replaces_all(sidecar):
+    run(sidecar, sample(ranks=2))
+    before = rank_pids(sidecar)
+    error, _ = failure_of(sidecar, text("fake?file=0", ranks=2))
+    assert "is not a model" in str(error) and not set(rank_pids(sidecar)) & set(before)
+    assert steps_of(run(sidecar, sample(ranks=2))) == [1, 2, 3]
 
 
 def test_a_user_error_is_a_value_error_with_the_text_alone(sidecar):
