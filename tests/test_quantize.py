@@ -155,14 +155,25 @@ def test_fused_linears_are_read_by_thirds(family, kind, tmp_path):
 def test_the_command_refuses_what_cannot_be_made(tmp_path):
     from runtime.commands.parser import parser_of
 
-    parser = parser_of(COMMANDS)
+    parser, folder = parser_of(COMMANDS), tmp_path / "folder.safetensors"
+    folder.mkdir()
     for words, says in (
         (["--rank", "20"], "rank 20 is not a multiple of 16"),
         (["--out", "x.bin"], "has to end with .safetensors"),
-        (["--steps", "0"], "steps 0"),
+        (["--rank", "100000000"], "rank 100000000 is not a multiple of 16 up to 512"),
+        (["--out", str(tmp_path)], "has to end with .safetensors"),
+        (["--out", str(tmp_path / "none" / "x.safetensors")], "there is no folder"),
+        (["--out", str(folder)], "is a folder: name another file"),
+        (["--prompts", str(tmp_path)], "cannot be read: Is a directory$"),
+        (["--steps", "0"], "steps 0 does not lie between 1 and"),
+        (["--steps", "10001"], "steps 10001 does not"),
+        (["--tokens", "0"], "tokens 0 does not"),
+        (["--size", "-5"], "size -5 does not"),
+        (["--size", "10000000"], "size 10000000 does not lie between 8 and 16384"),
     ):
         chosen = parser.parse_args(
             ["quantize", "--model", "random:wan", "--out", str(tmp_path / "x.safetensors"), *words]
         )
         with pytest.raises(Refused, match=says):
             chosen.run(chosen)
+    assert list(tmp_path.iterdir()) == [folder]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ..errors import Refused
+from .output import check_can_write
 
 if TYPE_CHECKING:
     import torch
@@ -24,10 +24,7 @@ def check_path(path: Path, *, frames: int) -> None:
         raise Refused(f"{path}: name a {PICTURE} file for a picture or a {VIDEO} file for a video")
     if suffix == PICTURE and frames > 1:
         raise Refused(f"{path} holds one picture, but frames is {frames}: name a {VIDEO} file, or set frames to 1")
-    if not path.absolute().parent.is_dir():
-        raise Refused(f"{path}: there is no folder {path.absolute().parent}: make it first")
-    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise Refused(f"{path} {'is a folder' if path.is_dir() else 'cannot be written'}: name another file")
+    check_can_write(path)
     if suffix == VIDEO:
         _av()
 

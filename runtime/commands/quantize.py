@@ -13,12 +13,13 @@ from ..settings import TINY_SHAPES
 from ..stored import SVDQUANT_INT4, SVDQUANT_NVFP4
 from .flags import add_output_flags
 from .models import find_model
-from .output import show
+from .output import check_can_write, show
 
 KINDS = (SVDQUANT_INT4, SVDQUANT_NVFP4)
-RANK_UNIT = 16
+RANK_UNIT, MOST_RANK = 16, 512
 SIZE, TINY_SIZE = 512, 128
 LARGE_BYTES = 1 << 30
+MOST_STEPS, MOST_TOKENS, MOST_SIZE = 10000, 1 << 20, 16384
 PROMPTS = (
     "a portrait of an old fisherman in soft window light",
     "a crowded street market at night in the rain, neon signs",
@@ -48,10 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Make the file; a started job goes on where it ended."""
-    if chosen.rank < RANK_UNIT or chosen.rank % RANK_UNIT:
-        raise Refused(f"rank {chosen.rank} is not a multiple of {RANK_UNIT}: choose 32, or 128 for less error")
+    if chosen.rank not in range(RANK_UNIT, MOST_RANK + 1, RANK_UNIT):
+        raise Refused(
+            f"rank {chosen.rank} is not a multiple of {RANK_UNIT} up to {MOST_RANK}: choose 32, or 128 for less error"
+        )
     if chosen.out.suffix != ".safetensors":
         raise Refused(f"{chosen.out}: the file's name has to end with .safetensors")
+    check_can_write(chosen.out)
     from ..quantize.job import quantize
     from .bar import Bar
 
@@ -87,8 +91,15 @@ def _settings(chosen: argparse.Namespace) -> Any:
     facts = inspect_model(model)
     form = facts.spec.latent
     side = (chosen.size or (TINY_SIZE if model == TINY_SHAPES else SIZE)) // form.spatial
-    if chosen.steps < 1 or chosen.tokens < 1 or side < 1:
-        raise Refused(f"steps {chosen.steps}, tokens {chosen.tokens} and size {chosen.size} have to be 1 or more")
+    for name, value, least, most in (
+        ("steps", chosen.steps, 1, MOST_STEPS),
+        ("tokens", chosen.tokens, 1, MOST_TOKENS),
+        ("size", side * form.spatial, form.spatial, MOST_SIZE),
+    ):
+        if not least <= value <= most:
+            raise Refused(
+                f"{name} {getattr(chosen, name)} does not lie between {least} and {most}: set it to one that does"
+            )
     return QuantizeSettings(
         model=model,
         kind=chosen.kind,
@@ -112,7 +123,7 @@ def _prompts(path: Path | None, model: str) -> tuple[str, ...]:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise Refused(f"{path} cannot be read: {error}") from error
+            raise Refused(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
         prompts = tuple(line.strip() for line in lines if line.strip())
         if not prompts:
             raise Refused(f"{path} has no prompt: write one in each line")
