@@ -12,6 +12,7 @@ from runtime.checkpoint import build_transformer
 from runtime.errors import Refused
 from runtime.inspection import inspect_model
 from runtime.linear import ParallelLinear
+from runtime.lora.changes import Kronecker
 from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
@@ -274,6 +275,12 @@ def test_a_lora_for_another_size_names_both_shapes(tmp_path):
     assert "(64, 128)" in text and "(128, 128)" in text and "attn1.to_q" in text
 
 
+def parts(*, up, down, dora=None):
+    """A pair of one layer, of any shapes."""
+    shapes = {"lora_up.weight": up, "lora_down.weight": down} | ({} if dora is None else {"dora_scale": dora})
+    return {f"lora_unet_blocks_0_self_attn_q.{role}": torch.zeros(shape) for role, shape in shapes.items()}
+
+
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
@@ -289,11 +296,26 @@ def test_a_lora_for_another_size_names_both_shapes(tmp_path):
             },
             "no low-rank pair",
         ),
+        (parts(up=(128, 0), down=(0, 128)), r"down has shape (0, 128), which is no matrix"),
+        (parts(up=(), down=()), "down has shape (), which is no matrix"),
+        (parts(up=(128, 4), down=(4, 128), dora=(7, 1)), "7 trained lengths are neither those of 128 rows nor of 128 columns"),
+        (parts(up=(128, 4), down=(4, 128), dora=(1, 129)), "129 trained lengths"),
+        (parts(up=(128, 4), down=(4, 128), dora=(0, 1)), "0 trained lengths"),
+        (parts(up=(128, 4), down=(4, 128), dora=()), "1 trained lengths"),
+        ({"lora_unet_blocks_0_self_attn_q.lokr_w1": torch.zeros(128), "lora_unet_blocks_0_self_attn_q.lokr_w2": torch.zeros(128)}, "lokr_w1 has shape (128,)"),
         (kohya(ONE, Draw(1)) | kohya({"blocks.0.self_attn.q": (128, 128)}, Draw(2)), "two changes"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_applied_is_refused_by_name(tensors, words, tmp_path):
     assert words in refusal(tmp_path, tensors)
+
+
+def test_a_kronecker_product_may_have_the_kernel_of_a_convolution_behind():
+    draw = Draw(1)
+    first, second = draw(4, 2), draw(3, 5, 1, 2, 2)
+    change = Kronecker(first, second, 2.0)
+    expected = 2.0 * torch.kron(first[..., None, None, None], second).flatten(1)
+    assert change.shape == expected.shape and torch.equal(change.added(torch.device("cpu")), expected)
 
 
 def test_only_safetensors_files_are_read(tmp_path):

@@ -44,7 +44,7 @@ def _product(tensors: Tensors) -> Change | None:
 
 def _factor(tensors: Tensors, role: str) -> torch.Tensor | LowRank:
     if role in tensors:
-        return tensors[role]
+        return _matrix(tensors, role)
     up, down = _both(tensors, f"{role}_a", f"{role}_b")
     return LowRank(down, up, 1.0)
 
@@ -53,7 +53,15 @@ def _both(tensors: Tensors, *roles: str) -> list[torch.Tensor]:
     missing = [role for role in roles if role not in tensors]
     if missing:
         raise ValueError(f"{' and '.join(missing)} missing")
-    return [tensors[role] for role in roles]
+    return [_matrix(tensors, role) for role in roles]
+
+
+def _matrix(tensors: Tensors, role: str) -> torch.Tensor:
+    """A tensor that has to be a matrix, or one with the kernel of a convolution behind."""
+    tensor = tensors[role]
+    if tensor.ndim < 2 or not tensor.numel():
+        raise ValueError(f"{role} has shape {tuple(tensor.shape)}, which is no matrix")
+    return tensor
 
 
 def _scale(tensors: Tensors, rank: int) -> float:

@@ -5,6 +5,7 @@ What is low rank need not touch the weight at all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -113,7 +114,10 @@ class Kronecker(Change):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        (first_out, first_in), (second_out, second_in) = self.first.shape, self.second.shape
+        (first_out, first_in), (second_out, second_in) = (
+            each.shape if isinstance(each, LowRank) else (len(each), each[0].numel())
+            for each in (self.first, self.second)
+        )
         return first_out * second_out, first_in * second_in
 
     def added(self, device: torch.device) -> torch.Tensor:
@@ -191,6 +195,14 @@ class Decomposed(Change):
     magnitude: torch.Tensor
     of_sum: bool = False
 
+    def __post_init__(self) -> None:
+        rows, *columns = self.inner.shape
+        lengths = self.magnitude.numel()
+        if lengths != (rows if self.by_row else math.prod(columns)):
+            raise ValueError(
+                f"{lengths} trained lengths are neither those of {rows} rows nor of {math.prod(columns)} columns"
+            )
+
     @property
     def shape(self) -> tuple[int, ...]:
         return self.inner.shape
@@ -198,7 +210,7 @@ class Decomposed(Change):
     @property
     def by_row(self) -> bool:
         """Whether rows are brought to a length, not columns."""
-        return len(self.magnitude) > 1
+        return self.magnitude.ndim > 0 and len(self.magnitude) > 1
 
     def rows(self, cut: Cut) -> Decomposed:
         """With the magnitudes of those rows. Raises `ValueError` when they are those of columns."""
