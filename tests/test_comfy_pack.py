@@ -27,7 +27,7 @@ NODE_INPUTS = {
     "OutriggerTextEncode": "model* text*",
     "OutriggerSampler": "model* positive* latent_image* seed steps cfg sampler_name scheduler negative denoise shift max_shift base_shift",
     "OutriggerSamplerAdvanced": "model* positive* latent_image* add_noise noise_seed steps cfg sampler_name scheduler negative "
-    "start_at_step end_at_step return_with_leftover_noise sigmas noise shift max_shift base_shift",
+    "start_at_step end_at_step return_with_leftover_noise sigmas noise shift max_shift base_shift middle cfg_middle",
     "OutriggerDecode": "model* samples*",
     "OutriggerEncode": "model* pixels*",
     "OutriggerVerify": "model* positive* latent_image* negative",
@@ -149,7 +149,8 @@ def test_sampler_has_ksamplers_widgets_in_ksamplers_order_and_bounds(
     comfyui: ComfyUI, node: str, stock_node: str, numbers: tuple[str, ...]
 ):
     ours, theirs = info(comfyui, node), info(comfyui, stock_node)
-    assert widgets(ours) == [*widgets(theirs), "shift", "max_shift", "base_shift"]
+    appended = ["shift", "max_shift", "base_shift", *(["cfg_middle"] if node == "OutriggerSamplerAdvanced" else [])]
+    assert widgets(ours) == [*widgets(theirs), *appended]
     options = {name: spec[1] for group in ours["input"].values() for name, spec in group.items() if len(spec) > 1}
     for name in numbers:
         stock = theirs["input"]["required"][name][1]
