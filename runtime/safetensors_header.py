@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 MAX_DIMS = 16
 METADATA = "__metadata__"
+DTYPE = re.compile(r"BOOL|[A-Z]{1,2}(?P<bits>[1-9][0-9]?)(_[A-Z0-9]+)?")
+"""Such as F32, BF16 and F8_E4M3."""
+BOOL_BITS = 8
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def _entry(path: Path, name: str, described: Any) -> TensorEntry:
     numbers = (start, end, *shape)
     if not all(type(number) is int and number >= 0 for number in numbers) or len(shape) > MAX_DIMS or start > end:
         raise Refused(f"{path} is damaged: tensor {name!r} has shape {shape} at bytes {start} to {end}")
-    bits = "".join(filter(str.isdigit, str(dtype).split("_")[0]))
-    if bits and math.prod(shape) * int(bits) != 8 * (end - start):
+    named = DTYPE.fullmatch(str(dtype))
+    if named is None or math.prod(shape) * int(named["bits"] or BOOL_BITS) != 8 * (end - start):
         raise Refused(f"{path} is damaged: tensor {name!r} is {dtype} {shape}, but takes {end - start} bytes")
     return TensorEntry(dtype=str(dtype), shape=shape, start=start, end=end)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderTiny
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
@@ -41,10 +42,10 @@ class TinyDecoder:
         if first is None or first.shape[1:2] != (channels,):
             raise Refused(f"{path.name} is no small decoder of latents with {channels} channels")
         model = _video_decoder(channels, header[VIDEO_OUTPUT].shape[0]) if prefix else _picture_decoder(channels)
-        tensors = {name: tensor.float() for name, tensor in load_file(path).items() if name.startswith(prefix)}
         try:
+            tensors = {name: tensor.float() for name, tensor in load_file(path).items() if name.startswith(prefix)}
             model.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
-        except RuntimeError as error:
+        except (RuntimeError, SafetensorError) as error:
             raise Refused(f"{path.name} is no small decoder, or is damaged: {str(error)[:300]}") from error
         return cls(model, device=device)
 
