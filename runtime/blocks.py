@@ -42,6 +42,8 @@ class BlockRunner:
         return sum(slot.buffer.nbytes for slot in (*self._free, *self._taken.values()))
 
     def _enter(self, number: int, block: nn.Module, args: Any) -> None:
+        if number in self._taken and self._taken[number].has_failed:
+            self._give_up(number)  # perhaps in a run that has ended: what it could not read may be there now
         slot = self._taken.get(number) or self._fetch(number)
         for following in self._following(number):
             if self._free and following not in self._taken:

@@ -188,6 +188,24 @@ def test_weights_that_cannot_be_read_fail_the_block_that_needs_them():
         model.run(2)
 
 
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_weights_that_can_be_read_again_are_read_again(prefetch):
+    model = Steps(4, prefetch=prefetch)
+    there = {number: model.runner._weights[number].fill for number in range(4)}
+
+    def fill(buffer):
+        raise OSError("the file is gone")
+
+    for number in range(4):
+        model.runner._weights[number].fill = fill
+    with pytest.raises(OSError, match="the file is gone"):
+        model.run(0)
+    model.runner._filler._thread.submit(int).result()  # what was fetched ahead has failed as well
+    for number in range(4):
+        model.runner._weights[number].fill = there[number]
+    assert model.run(*range(4), *range(4))
+
+
 @pytest.mark.parametrize(
     ("text", "total", "amount"), [("0", 5, 0), ("2", 5, 2), ("9", 5, 5), ("0.25", 8, 2), ("0.25", 2, 1), ("1.0", 7, 7)]
 )

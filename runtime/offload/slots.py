@@ -19,6 +19,11 @@ class Slot:
         self.filled: torch.cuda.Event | None = None
         self.last_use: torch.cuda.Event | None = None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether what should fill it has raised."""
+        return self.filling is not None and self.filling.done() and self.filling.exception() is not None
+
 
 class SlotFiller:
     """Fills slots in turn, in a thread, and on CUDA along a stream of its own that waits for the slot's last use."""
