@@ -225,6 +225,8 @@ def to_pixels(value: Any, what: str) -> torch.Tensor:
         raise ValueError(f"{what}: connect a picture; {_held(value)}, not an IMAGE")
     if value.ndim != 4 or value.shape[-1] < 3 or not value.numel():
         raise ValueError(f"{what}: use pictures with three colours; this IMAGE has the shape {tuple(value.shape)}")
+    if not value.is_floating_point():
+        raise ValueError(f"{what}: divide by 255: an IMAGE has numbers from 0 to 1; this one is of {value.dtype}")
     return _to_send(value, what)[..., :3].contiguous()
 
 

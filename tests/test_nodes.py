@@ -793,6 +793,8 @@ def test_pictures_are_sent_without_their_transparency_and_come_back_as_a_latent(
         (torch.zeros(4, 8, 8), r"^pixels: use pictures with three colours; .* \(4, 8, 8\)"),
         (torch.zeros(1, 8, 8, 1), r"^pixels: use pictures with three colours; .* \(1, 8, 8, 1\)"),
         (torch.zeros(0, 8, 8, 3), r"^pixels: use pictures with three colours; .* \(0, 8, 8, 3\)"),
+        (torch.zeros(1, 2, 8, 8, 3), r"^pixels: use pictures with three colours; .* \(1, 2, 8, 8, 3\)"),
+        (torch.zeros(1, 8, 8, 3, dtype=torch.uint8), r"^pixels: divide by 255: .* this one is of torch.uint8"),
     ],
 )
 def test_what_is_no_picture_is_refused_by_name(pack, sidecar, pixels, says):
