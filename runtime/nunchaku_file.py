@@ -35,6 +35,8 @@ LEAVES = {
 } | {"lora_down": "proj_down", "lora_up": "proj_up", "smooth": "smooth_factor", "smooth_orig": "smooth_factor_orig"}
 """What a file calls a tensor of a 4-bit Linear -> what we do; the first generation had other names."""
 AWQ_LEAVES = frozenset((CODES, "wscales", "wzeros", "bias"))
+CODE_DTYPES = ("I8", "U8", "I32")
+"""Two codes in a byte; in an I32 those of a Linear of which only the weight is in 4 bits."""
 Header = Mapping[str, TensorEntry]
 
 
@@ -95,7 +97,13 @@ def _family_and_config(path: Path, metadata: Mapping[str, str]) -> tuple[FamilyS
 
 def _add_linear(path: Path, file: PackedFile, module: str, entries: Mapping[str, TensorEntry]) -> None:
     """One Linear of the file, which may be several of the model."""
-    for_16_bits = entries[CODES].dtype == "I32"
+    codes = entries[CODES]
+    if codes.dtype not in CODE_DTYPES or len(codes.shape) != 2:
+        raise Refused(
+            f"{path} is damaged: {module}.{CODES} is {codes.dtype} {codes.shape}, but 4-bit codes are rows of bytes. "
+            f"Download it again"
+        )
+    for_16_bits = codes.dtype == "I32"
     unknown = entries.keys() - (AWQ_LEAVES if for_16_bits else LEAVES.keys())
     if unknown or "wscales" not in entries or (for_16_bits and not entries.keys() >= AWQ_LEAVES):
         raise Refused(

@@ -126,6 +126,9 @@ def test_an_old_flux_file_is_the_model_it_was_made_of(tmp_path):
         assert relative_error(part, reference) < 1e-4
 
 
+FLUX_CONFIG = {"config": '{"_class_name": "FluxTransformer2DModel"}'}
+
+
 @pytest.mark.parametrize(
     ("change", "metadata", "says"),
     [
@@ -134,9 +137,16 @@ def test_an_old_flux_file_is_the_model_it_was_made_of(tmp_path):
         ({}, {"config": '{"_class_name": "SanaTransformer2DModel"}'}, "SanaTransformer2DModel in 4 bits"),
         (
             {"x.strange": torch.ones(1)},
-            {"config": '{"_class_name": "FluxTransformer2DModel"}'},
+            FLUX_CONFIG,
             "no 4-bit Linear that is known",
         ),
+        (
+            {"x.qweight": torch.zeros(64, dtype=torch.int8)},
+            FLUX_CONFIG,
+            r"x.qweight is I8 \(64,\), but 4-bit codes are rows",
+        ),
+        ({"x.qweight": torch.tensor(1, dtype=torch.int8)}, FLUX_CONFIG, r"x.qweight is I8 \(\), but"),
+        ({"x.qweight": torch.zeros(128, 8, dtype=torch.int64)}, FLUX_CONFIG, r"x.qweight is I64 \(128, 8\), but"),
     ],
 )
 def test_a_file_that_says_too_little_is_refused(tmp_path, change, metadata, says):
