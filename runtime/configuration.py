@@ -81,6 +81,8 @@ def empty_model(
     where = folder / "config.json"
     config = read_json(where)
     headers = {file: read_header(file) for file in sorted(folder.glob("*.safetensors"))}
+    if not headers:
+        raise Refused(f"{folder} has no weights: download its .safetensors files")
     check_values(config, model_class, tensors=sum(map(len, headers.values())), where=where)
     with building(model_class, where=where):
         model = build(config)

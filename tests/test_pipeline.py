@@ -399,6 +399,8 @@ def cut(path: Path) -> None:
 DAMAGE = [
     ("text_encoder/model.safetensors", cut, "cut short"),
     ("text_encoder/model.safetensors", lambda path: path.write_text("nonsense " * 9), "but a text file"),
+    ("text_encoder/model.safetensors", Path.unlink, "text_encoder has no weights"),
+    ("vae/diffusion_pytorch_model.safetensors", Path.unlink, "vae has no weights"),
     ("text_encoder/config.json", change(d_ff=-1), "negative dimension"),
     ("text_encoder/config.json", change(d_ff=1), "has shape"),
     ("text_encoder/config.json", change(num_layers="two"), "num_layers"),
