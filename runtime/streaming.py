@@ -43,6 +43,8 @@ def choose_streamed(
         _hold_linears(transformer.get_submodule(block))
     ordered = [name for source in facts.sources for name in source.names] or list(shapes)
     names = {block: tuple(name for name in ordered if _is_streamed(transformer, block, name)) for block in blocks}
+    for name in (name for listed in names.values() for name in listed if from_file):
+        _held(local_part(transformer, name), name, facts, dtype)  # refused here, before a weight is read
     return Streamed(names, from_file=from_file)
 
 

@@ -86,7 +86,8 @@ def test_packed_weights_are_streamed_as_they_are(case, resident, quant):
     assert torch.equal(pipeline.sample(sample_request(case), progress=ignore_progress), packed)
 
 
-def test_weights_that_are_converted_as_they_are_loaded_are_in_no_file(case):
+def test_weights_that_are_converted_as_they_are_loaded_are_in_no_file_and_none_is_read(case, monkeypatch):
+    monkeypatch.setattr("runtime.pipeline.fill_transformer", None)
     with pytest.raises(ValueError, match="choose offload layerwise"):
         load(case, "from disk", quant="svdquant-int4")
 
