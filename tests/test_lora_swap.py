@@ -100,7 +100,7 @@ def held_bytes() -> int:
     storages = {
         each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
         for each in gc.get_objects()
-        if isinstance(each, torch.Tensor)
+        if isinstance(each, torch.Tensor) and each.layout == torch.strided
     }
     return sum(storages.values())
 

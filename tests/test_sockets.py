@@ -58,7 +58,7 @@ def nodes(pack, tmp_path, monkeypatch):
         conditioning=pack.runtime_protocol.Conditioning(embedding=EMBEDDING),
     )
     monkeypatch.setattr(pack.session, "run", lambda request, display: result)
-    monkeypatch.setattr(pack.session, "compared", lambda model, latent, reference: "the same")
+    monkeypatch.setattr(pack.session, "compared", lambda latent, reference: "the same")
     monkeypatch.setattr(pack.session.Sidecar, "start", None)  # nothing is left to ask of a real one
     (model,) = pack.model.OutriggerLoadModel.execute(model="tiny-shapes")
     good = {
