@@ -118,6 +118,7 @@ def test_node_has_its_inputs_for_ever_and_explains_each(comfyui: ComfyUI, node: 
         "speed",
         "positive",
         "negative",
+        "middle",
         "latent_image",
         "samples",
         "sigmas",
