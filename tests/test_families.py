@@ -78,7 +78,7 @@ def test_a_mask_that_is_added_to_attention_is_refused(name):
         (
             "wan",
             {"references": (torch.zeros(1, 16, 1, 4, 4),)},
-            r"1 reference latents.*takes none: remove Reference Latent",
+            r"reference latents \(1\).*takes none: remove Reference Latent",
         ),
         ("qwen", {"references": (torch.zeros(1, 16, 1, 4, 4),), "reference_method": "uxo"}, r"'uxo'.*there are: index"),
         ("qwen", {"references": (torch.zeros(1, 4, 4, 4),)}, r"a reference latent has shape \(1, 4, 1, 4, 4\)"),

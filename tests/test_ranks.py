@@ -298,24 +298,21 @@ def test_all_ranks_stop_at_the_step_at_which_the_first_is_told_to_and_go_on_afte
         assert steps == [1, 2] and relative_error(result, reference) < LIMIT
 
 
-def test_only_the_first_rank_has_the_prompt_and_the_pictures():
-    def run(mesh: Mesh) -> list[bool]:
+def test_only_the_first_rank_has_the_prompt():
+    def run(mesh: Mesh) -> bool:
         pipeline = Pipeline.load(ModelSettings(model="tiny-shapes"), mesh=mesh, progress=ignore_progress)
-        text = pipeline.encode_text("red", progress=ignore_progress)
-        pictures = pipeline.decode(torch.zeros(1, 16, 1, 2, 2), progress=ignore_progress)
-        return [each is not None for each in (text, pictures)]
+        mesh.agree(0)  # transformers changes torch itself while it loads: no other thread may be building then
+        return pipeline.encode_text("red", progress=ignore_progress) is not None
 
-    assert run_as_threads({"ulysses": 2}, run) == [[True, True], [False, False]]
+    assert run_as_threads({"ulysses": 2}, run) == [True, False]
 
 
 def test_every_rank_refuses_alike_so_that_the_model_stays_loaded():
     def run(mesh: Mesh) -> list[str]:
         without = Pipeline.load(ModelSettings(model="random:wan"), mesh=mesh, progress=ignore_progress)
-        whole = Pipeline.load(ModelSettings(model="tiny-shapes"), mesh=mesh, progress=ignore_progress)
         wrong = (
             lambda: without.encode_text("red", progress=ignore_progress),
             lambda: without.decode(torch.zeros(1, 16, 1, 2, 2), progress=ignore_progress),
-            lambda: whole.decode(torch.zeros(1, 4, 2, 2), progress=ignore_progress),
         )
         return [_refusal(call) for call in wrong]
 
