@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,9 @@ from ..progress import ignore_progress
 from ..protocol import Conditioning, Sample
 from ..settings import MemorySettings, ModelSettings, SampleSettings
 from .memory_limit import limited_group, put_into
+from .sides import needs_proc, resident_bytes, run_sides, tell
 
-PACK_ROOT = Path(__file__).resolve().parents[2]
+MODULE = "runtime.bench.offload"
 LIMIT_BYTES = 1 << 30
 ROUNDS = 3
 MIB = 1 << 20
@@ -56,15 +56,17 @@ def measure(*, size: Size = Size(), rounds: int = ROUNDS, limit: int = LIMIT_BYT
 
     `is_limited` tells whether the system let us set the limit, which counts the pages of the file as well.
     `base_rss_bytes` is what the process takes before it knows of a model (torch and diffusers), `slot_bytes` the two
-    blocks that are in memory at a time.
+    blocks that are in memory at a time. Raises `Refused` where there is no /proc.
     """
+    needs_proc("offload")
     with tempfile.TemporaryDirectory(prefix="outrigger-bench-") as home:
         folder = Path(home)
         model_bytes = write_model(folder, size)
         task = {"size": asdict(size), "rounds": rounds, "folder": home}
-        resident = _run({**task, "memory": {}})
+        [resident] = run_sides(MODULE, [[json.dumps({**task, "memory": {}})]])
         with limited_group(limit) as group:
-            streamed = _run({**task, "memory": FROM_DISK}, group=group)
+            join = {} if group is None else {"began": partial(put_into, group)}
+            [streamed] = run_sides(MODULE, [[json.dumps({**task, "memory": FROM_DISK})]], **join)
     return {
         "resident_step_seconds": resident["step_seconds"],
         "offload_step_seconds": streamed["step_seconds"],
@@ -122,33 +124,14 @@ def _block_bytes(size: Size) -> int:
     return 4 * (8 * size.width**2 + 2 * size.width * size.feed_forward)
 
 
-def _run(task: dict[str, Any], *, group: Path | None = None) -> dict[str, Any]:
-    """What a process of its own, within a group from its start, prints at its end. Raises `RuntimeError` when it fails."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "runtime.bench.offload", json.dumps(task)]
-    process = subprocess.Popen(
-        command, cwd=PACK_ROOT, env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
-    )
-    try:
-        if group is not None:
-            put_into(group, process.pid)
-        printed, _ = process.communicate()
-    finally:
-        process.kill()
-        process.wait()
-    if process.returncode:
-        raise RuntimeError(f"a side of the bench ended with {process.returncode}")
-    return json.loads(printed.splitlines()[-1])
-
-
 def _side(task: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
-    size, base = Size(**task["size"]), _memory("VmRSS")
+    size, base = Size(**task["size"]), resident_bytes("VmRSS")
     settings = ModelSettings(model=task["folder"], dtype="fp32", memory=MemorySettings(**task["memory"]))
     pipeline = Pipeline.load(settings, mesh=Mesh.single(), progress=ignore_progress)
     marks = _Marks()
     pipeline.sample(_request(settings, size, steps=task["rounds"] + 1), progress=marks)
-    return {"step_seconds": marks.median(), "base_bytes": base, "peak_bytes": _memory("VmHWM")}
+    return {"step_seconds": marks.median(), "base_bytes": base, "peak_bytes": resident_bytes("VmHWM")}
 
 
 class _Marks:
@@ -174,15 +157,9 @@ def _request(settings: ModelSettings, size: Size, *, steps: int) -> Sample:
     )
 
 
-def _memory(field: str) -> int:
-    """A figure of this process's memory, as Linux has it, in bytes."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
-    return int(line.split()[1]) * 1024
-
-
 def main(arguments: Sequence[str]) -> None:
     """One side, in this process."""
-    print(json.dumps(_side(json.loads(arguments[0]))))
+    tell(_side(json.loads(arguments[0])))
 
 
 if __name__ == "__main__":

@@ -6,20 +6,16 @@ Every side runs in the same two processes of one thread each, in turns, on the s
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..errors import Refused
 from .parallel_sides import SIDES, Size, sent_at_least, write_model
+from .sides import needs_proc, run_sides
 
 ROUNDS = 5
 RANKS = 2
-PACK_ROOT = Path(__file__).resolve().parents[2]
 RATIOS = {
     "ulysses2": ("one_rank", "ulysses2"),
     "ring2": ("one_rank", "ring2"),
@@ -39,8 +35,7 @@ def measure(*, size: Size = Size(), rounds: int = ROUNDS) -> dict[str, Any]:
     peak of resident memory grows from an empty process to one that has loaded its part and run a step, against one rank.
     Raises `Refused` where there is no /proc.
     """
-    if not Path("/proc/self/clear_refs").exists():
-        raise Refused("bench parallel reads the memory of its processes from /proc: run it on Linux")
+    needs_proc("parallel")
     with tempfile.TemporaryDirectory(prefix="outrigger-bench-") as home:
         folder = Path(home)
         write_model(folder, size)
@@ -83,22 +78,7 @@ def _figures(told: list[dict[str, Any]], memory: dict[str, list[dict[str, Any]]]
 
 
 def _run(folder: Path, task: str, *, ranks: int) -> list[dict[str, Any]]:
-    """What each rank, a process of its own, prints at its end. Raises `RuntimeError` with its last words when it fails."""
+    """What each rank, a process of its own, tells at its end. Raises `RuntimeError` when one of them fails."""
     (folder / "store").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "runtime.bench.parallel_sides", str(folder), str(ranks), *task.split()]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank)], cwd=PACK_ROOT, env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        printed = [process.communicate()[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(process.returncode for process in processes):
-        raise RuntimeError(f"a rank of the bench ended with {[process.returncode for process in processes]}")
-    return [json.loads(each) for each in printed]
+    given = [str(folder), str(ranks), *task.split()]
+    return run_sides("runtime.bench.parallel_sides", [[*given, str(rank)] for rank in range(ranks)])

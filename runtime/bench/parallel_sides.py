@@ -30,6 +30,7 @@ from ..protocol import Conditioning, Sample
 from ..settings import ModelSettings, SampleSettings
 from .diffusers_parallel import share_tokens
 from .sent_bytes import SentBytes
+from .sides import resident_bytes, tell
 
 FLOAT = 4
 CFG = 5.0
@@ -202,9 +203,9 @@ class Rank:
         tiny.sample(_request(self._folder, TINY_SIZE, side.cfg), progress=ignore_progress)
         del tiny
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        before = _resident("VmRSS")
+        before = resident_bytes("VmRSS")
         self._step(side)()
-        return {"before": before, "peak": _resident("VmHWM")}
+        return {"before": before, "peak": resident_bytes("VmHWM")}
 
     def _step(self, side: Side) -> Callable[[], object]:
         if side.diffusers:
@@ -255,19 +256,13 @@ def _mesh(side: Side) -> Mesh:
     return Mesh.of_world(side.degrees, device="cpu") if side.degrees else Mesh.single()
 
 
-def _resident(field: str) -> int:
-    """Bytes of this process that are in memory, as Linux counts them: now (`VmRSS`) or at most (`VmHWM`)."""
-    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[field].split()[0]) * 1024
-
-
 def main(folder: str, ranks: str, task: str, *given: str) -> None:
     """Do the task, and print what came of it as one line of JSON."""
     torch.set_num_threads(1)
     *arguments, rank = given
     mine = Rank(Path(folder), int(rank), int(ranks))
     found = mine.time(int(arguments[0])) if task == "time" else mine.memory(arguments[0])
-    print(json.dumps(found))
+    tell(found)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
