@@ -16,7 +16,7 @@ from .linear import LocalPart, local_part, parallel_linear
 from .offload.choice import streamed_blocks
 from .offload.layout import Held, Layout
 from .offload.tensor_file import TensorFile
-from .offload.weights import BlockWeights, FileWeights, HostWeights
+from .offload.weights import BlockWeights, ReadWeights, host_weights
 from .parallel.shares import WHOLE, RowsOf
 from .quant.core import Core
 from .settings import MemorySettings, amount_of
@@ -76,7 +76,7 @@ def stream_weights(
         if streamed.from_file:
             weights[module] = _file_weights(transformer, facts, names, files, shapes=shapes, dtype=dtype)
         else:
-            weights[module] = HostWeights(Layout(Held.all_of(module)), pinned=device.type == "cuda")
+            weights[module] = host_weights(Layout(Held.all_of(module)), pinned=device.type == "cuda")
     if weights:
         BlockRunner(weights, prefetch=amount_of(memory.prefetch, len(weights)), device=device)
 
@@ -89,7 +89,7 @@ def _file_weights(
     *,
     shapes: Shapes,
     dtype: torch.dtype,
-) -> FileWeights:
+) -> ReadWeights:
     """This rank's part of these tensors, to be read from the file each time.
 
     Raises `Refused` where the file does not have them as they are used.
@@ -102,7 +102,7 @@ def _file_weights(
         held.append(_held(part, name, facts, dtype))
         rows = source.rows.get(name, ())
         parts.append((part.cut, RowsOf(stored, rows) if rows else stored))
-    return FileWeights(
+    return ReadWeights(
         Layout(held), lambda: (stored[slice(None),] if cut == WHOLE else cut.take(stored) for cut, stored in parts)
     )
 

@@ -22,35 +22,8 @@ class BlockWeights(Protocol):
         """Copy them into a buffer of bytes on the device, as the layout says."""
 
 
-class HostWeights:
-    """In host memory, as the modules hold them now: for a GPU pinned and in one piece, else where they are, which for a
-    tensor that is used as its file has it is the file itself, whose pages all ranks share.
-    """
-
-    def __init__(self, layout: Layout, *, pinned: bool) -> None:
-        self.layout = layout
-        self._tensors = [each.tensor.detach() for each in layout.held]
-        self._pinned = self._in_one_piece() if pinned else None
-        if pinned:
-            self._tensors = []
-
-    def fill(self, buffer: torch.Tensor) -> None:
-        """Copy them into a buffer of bytes on the device."""
-        if self._pinned is not None:
-            buffer[: self.layout.nbytes].copy_(self._pinned, non_blocking=True)
-            return
-        for view, tensor in zip(self.layout.views(buffer), self._tensors, strict=True):
-            view.copy_(tensor)
-
-    def _in_one_piece(self) -> torch.Tensor:
-        piece = torch.empty(self.layout.nbytes, dtype=torch.uint8, pin_memory=True)
-        for view, tensor in zip(self.layout.views(piece), self._tensors, strict=True):
-            view.copy_(tensor)
-        return piece
-
-
-class FileWeights:
-    """In their file, read each time: they take no host memory but the system's cache of the file."""
+class ReadWeights:
+    """Read tensor by tensor each time: from their file, or from where the modules hold them in host memory."""
 
     def __init__(self, layout: Layout, read: Read) -> None:
         self.layout, self._read = layout, read
@@ -59,3 +32,27 @@ class FileWeights:
         """Read them into a buffer of bytes on the device."""
         for view, tensor in zip(self.layout.views(buffer), self._read(), strict=True):
             view.copy_(tensor)
+
+
+class PinnedWeights:
+    """In host memory in one pinned piece, which a GPU copies by itself."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._piece = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=True)
+        for view, each in zip(layout.views(self._piece), layout.held, strict=True):
+            view.copy_(each.tensor)
+
+    def fill(self, buffer: torch.Tensor) -> None:
+        """Copy them into a buffer of bytes on the device."""
+        buffer[: self.layout.nbytes].copy_(self._piece, non_blocking=True)
+
+
+def host_weights(layout: Layout, *, pinned: bool) -> BlockWeights:
+    """Weights in host memory: pinned for a GPU, else where the modules hold them now, which for a tensor that is used as its
+    file has it is the file itself, whose pages all ranks share.
+    """
+    if pinned:
+        return PinnedWeights(layout)
+    tensors = [each.tensor.detach() for each in layout.held]
+    return ReadWeights(layout, lambda: iter(tensors))
