@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,31 +21,29 @@ ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 300
 
 
-def run_as_processes(function: str, degrees: dict[str, int], folder: Path) -> list[dict[str, torch.Tensor]]:
-    """The tensors by name that `function(mesh, folder)` gives on each rank. `function` is "module:name"."""
-    command = [sys.executable, "-m", "tests.processes", function, str(folder)]
+def run_ranks(module: str, arguments: Sequence[Sequence[str]], *, seconds: float = TIMEOUT_SECONDS) -> None:
+    """Run `python -m MODULE ARGUMENTS` for the arguments of each rank, all at once, and wait. Raises what one of them said
+    when it fails.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), json.dumps(degrees)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(math.prod(degrees.values()))
-    ]
+    options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen([sys.executable, "-m", module, *each], **options) for each in arguments]
     try:
         for process in processes:
-            output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+            output, _ = process.communicate(timeout=seconds)
             if process.returncode:
                 raise RuntimeError(output)
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    return [load_file(folder / f"rank-{rank}.safetensors") for rank in range(len(processes))]
+
+
+def run_as_processes(function: str, degrees: dict[str, int], folder: Path) -> list[dict[str, torch.Tensor]]:
+    """The tensors by name that `function(mesh, folder)` gives on each rank. `function` is "module:name"."""
+    ranks = range(math.prod(degrees.values()))
+    run_ranks("tests.processes", [[function, str(folder), str(rank), json.dumps(degrees)] for rank in ranks])
+    return [load_file(folder / f"rank-{rank}.safetensors") for rank in ranks]
 
 
 def main(function: str, folder: Path, rank: int, degrees: dict[str, int]) -> None:

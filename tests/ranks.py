@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -27,8 +25,8 @@ from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.protocol import Conditioning, Sample
 from runtime.settings import MemorySettings, ModelSettings, SampleSettings
+from tests.processes import run_ranks
 
-ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 600
 
 
@@ -139,28 +137,7 @@ def run_cases_as_processes(cases: Sequence[Case], folder: Path, *, kind: str = "
     """
     world = math.prod(cases[0].degrees.values())
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
-    command = [sys.executable, "-m", "tests.ranks", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), kind],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-            if process.returncode:
-                raise RuntimeError(output)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    run_ranks("tests.ranks", [[str(folder), str(rank), kind] for rank in range(world)], seconds=TIMEOUT_SECONDS)
     results = [load_file(folder / f"rank-{rank}.safetensors") for rank in range(world)]
     return [[result[str(number)] for result in results] for number in range(len(cases))]
 

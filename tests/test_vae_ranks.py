@@ -196,6 +196,16 @@ def test_a_convolution_of_another_shape_is_not_split_in_silence(convolution, say
         split_rows(nn.Sequential(convolution), Rows(None))
 
 
+def test_every_rank_refuses_a_latent_of_another_model_alike(wan):
+    def work(mesh: Mesh) -> str:
+        with pytest.raises(Refused, match="decodes 16 channels") as refusal:
+            spread(wan, "wan", mesh).decode(torch.zeros(1, 4, 2, 2), progress=ignore_progress)
+        return str(refusal.value)
+
+    first, second = run_as_threads({"ulysses": 2}, work)
+    assert first == second
+
+
 def test_an_empty_latent_is_refused(wan):
     with pytest.raises(Refused, match=r"\(1, 16, 0, 4, 4\): there is nothing in it"):
         spread(wan, "wan", Mesh.single()).decode(torch.zeros(1, 16, 0, 4, 4), progress=ignore_progress)
