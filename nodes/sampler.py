@@ -135,15 +135,9 @@ def noise_and_steps(seed: str) -> list[io.Input]:
         io.Int.Input(
             "steps", optional=True, default=20, min=1, max=10000, tooltip="How many steps the denoising takes."
         ),
-        io.Float.Input(
+        guidance(
             "cfg",
-            optional=True,
-            default=5.0,
-            min=0.0,
-            max=100.0,
-            step=0.1,
-            round=0.01,
-            tooltip="Guidance: how closely the picture follows the prompt. 1 leaves the negative prompt out, and is twice as fast.",
+            "Guidance: how closely the picture follows the prompt. 1 leaves the negative prompt out, and is twice as fast.",
         ),
         io.Combo.Input(
             "sampler_name", options=list(SAMPLER_NAMES), optional=True, default=SAMPLER_NAMES[0],
@@ -154,6 +148,11 @@ def noise_and_steps(seed: str) -> list[io.Input]:
             tooltip="How the noise level falls over the steps, by KSampler's names.",
         ),
     ]  # fmt: skip
+
+
+def guidance(name: str, tooltip: str) -> io.Input:
+    """A widget for how strongly one prompt is preferred to another, with the bounds of KSampler's cfg."""
+    return io.Float.Input(name, optional=True, default=5.0, min=0.0, max=100.0, step=0.1, round=0.01, tooltip=tooltip)
 
 
 def shift_widgets() -> list[io.Input]:

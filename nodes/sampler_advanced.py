@@ -10,7 +10,7 @@ from ..runtime.errors import in_our_words, shown
 from .display import NodeDisplay
 from .io_types import CATEGORY, Model, searchable
 from .parts import SAMPLER_NAMES, SCHEDULER_NAMES, convert, settings
-from .sampler import noise_and_steps, prompt_sockets, sampled, shift_widgets
+from .sampler import guidance, noise_and_steps, prompt_sockets, sampled, shift_widgets
 
 SWITCH = {"enable": True, "disable": False}
 LAST_STEP = 10000
@@ -61,15 +61,8 @@ class OutriggerSamplerAdvanced(io.ComfyNode):
                         "away from it."
                     ),
                 ),
-                io.Float.Input(
-                    "cfg_middle",
-                    optional=True,
-                    default=5.0,
-                    min=0.0,
-                    max=100.0,
-                    step=0.1,
-                    round=0.01,
-                    tooltip="How far middle is moved away from negative. Without a middle prompt it does nothing.",
+                guidance(
+                    "cfg_middle", "How far middle is moved away from negative. Without a middle prompt it does nothing."
                 ),
             ],
             outputs=[

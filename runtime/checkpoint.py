@@ -19,6 +19,7 @@ from .inspection import ModelFacts, Source
 from .layouts import Rows
 from .linear import LocalPart, local_part
 from .offload.tensor_file import TensorFile
+from .parallel.lengths import length_of
 from .parallel.shares import WHOLE, RowsOf
 from .positions import CentredPositions
 from .progress import ReportProgress
@@ -175,7 +176,7 @@ def check_shape(stored: Any, name: str, *, shapes: Shapes, source: Source, facts
     """Raise `Refused` where a slice of a file is not of the shape that the model has for it."""
     shape, rows = tuple(stored.get_shape()), source.rows.get(name, ())
     if rows:
-        shape = (sum(span.stop - span.start for span in rows), *shape[1:])
+        shape = (length_of(rows), *shape[1:])
     if shape != tuple(shapes[name]):
         raise Refused(
             f"{source.path}: {source.names[name]} has shape {shape}, but this {facts.spec.title} "

@@ -286,8 +286,7 @@ def _death(job: Job, rank: Rank) -> Failed:
 
 
 def _status(rank: Rank) -> str:
-    status = rank.exit_status
-    if status is None or status >= 0:
+    if (status := rank.exit_status) is None or status >= 0:
         return f"exit status {status}"
     return f"killed by signal {-status}{KILL_HINT if status == -9 else ''}"
 

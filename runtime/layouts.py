@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from .families.spec import FamilySpec, Fused
+from .parallel.lengths import length_of
 from .safetensors_header import TensorEntry
 from .stored import FP8_FORMATS, FP8_WIDENED, WEIGHT_SCALE, Stored
 
@@ -51,7 +52,7 @@ class Layout:
                 layout.formats[name] = entry.dtype
                 if rows:
                     layout.rows[name] = rows
-                    layout.shapes[name] = (sum(span.stop - span.start for span in rows), *entry.shape[1:])
+                    layout.shapes[name] = (length_of(rows), *entry.shape[1:])
         return layout
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..parallel.lengths import length_of
 from ..parallel.shares import WHOLE, Cut
 
 
@@ -156,7 +157,7 @@ class Rows(Change):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return sum(span.stop - span.start for span in self.cut.spans), *self.inner.shape[1:]
+        return length_of(self.cut.spans), *self.inner.shape[1:]
 
     def added(self, device: torch.device) -> torch.Tensor:
         return self.cut.take(self.inner.added(device))

@@ -20,3 +20,8 @@ def span(lengths: Sequence[int], rank: int) -> slice:
     """Where the part of a rank lies in the whole."""
     start = sum(lengths[:rank])
     return slice(start, start + lengths[rank])
+
+
+def length_of(spans: Sequence[slice]) -> int:
+    """How many there are in some spans."""
+    return sum(span.stop - span.start for span in spans)

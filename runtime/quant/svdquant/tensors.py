@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...parallel.lengths import length_of
 from . import packing
 from .formats import Format
 from .packing import PADDED, TILE_K, TILE_N, grown, padded
@@ -115,7 +116,7 @@ class PackedCut:
     @property
     def local(self) -> Packing:
         """The smaller Linear."""
-        return Packing(_total(self.rows), _total(self.columns), self.full.rank, self.full.form)
+        return Packing(length_of(self.rows), length_of(self.columns), self.full.rank, self.full.form)
 
     def take(self, full: Any) -> torch.Tensor:
         """The part of a tensor, or of a slice of a safetensors file."""
@@ -156,18 +157,16 @@ def _cut(tensor: torch.Tensor, dim: int | None, spans: Spans, *, unit: int = 1) 
     """These features along a dim that has one place for `unit` of them."""
     if dim is None:
         return tensor
-    return torch.cat([tensor.narrow(dim, span.start // unit, -(-_total((span,)) // unit)) for span in spans], dim=dim)
+    return torch.cat(
+        [tensor.narrow(dim, span.start // unit, -(-length_of((span,)) // unit)) for span in spans], dim=dim
+    )
 
 
 def _are_tiles(spans: Spans, size: int, tile: int) -> bool:
     """Whether spans are whole tiles, and fill what a Linear of their size is padded to."""
     if spans == every(size):
         return True
-    return all(span.start % tile == 0 and span.stop % tile == 0 for span in spans) and _total(spans) % PADDED == 0
-
-
-def _total(spans: Spans) -> int:
-    return sum(span.stop - span.start for span in spans)
+    return all(span.start % tile == 0 and span.stop % tile == 0 for span in spans) and length_of(spans) % PADDED == 0
 
 
 def every(size: int) -> Spans:
