@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from numpy.random import SeedSequence
@@ -34,9 +35,7 @@ class BrownianMotion:
     """The motion from `start` to `end` of a seed, of the shape, dtype and device of `like`."""
 
     def __init__(self, start: float, end: float, *, like: torch.Tensor, seed: int) -> None:
-        self._like, self._seed = like, seed
-        increment = self._draw() * math.sqrt(end - start)
-        self._whole = Part(_on_grid(start), _on_grid(end), increment)
+        self._start, self._end, self._like, self._seed = start, end, like, seed
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
 
     def increment(self, low: float, high: float) -> torch.Tensor:
@@ -48,6 +47,12 @@ class BrownianMotion:
         for part in parts:
             total = total + part
         return total
+
+    @cached_property
+    def _whole(self) -> Part:
+        """All of the interval; drawn by the first query, so by the thread that asks."""
+        increment = self._draw() * math.sqrt(self._end - self._start)
+        return Part(_on_grid(self._start), _on_grid(self._end), increment)
 
     def _parts(self, part: Part, low: float, high: float, before: dict) -> Iterator[torch.Tensor]:
         """What makes up the increment of a query, from left to right. `before`: what the query before it kept."""
