@@ -18,6 +18,8 @@ from . import host
 from .parts import FROM_MODEL, TINY_SHAPES
 
 SAFE_SUFFIXES = (".safetensors", ".sft")
+GGUF_SUFFIX, GGUF_FOLDERS = ".gguf", ("diffusion_models", "checkpoints")
+"""ComfyUI's own lists leave such files out."""
 MODEL_FOLDERS = ("diffusion_models", "checkpoints", "diffusers")
 BUILT_IN = "built in"
 
@@ -114,7 +116,15 @@ def _found(folders: tuple[str, ...], *, built_in: str) -> dict[str, list[str]]:
 def _names(folder: str) -> list[str]:
     if folder == "diffusers":
         return sorted(_diffusers_folders())
-    return [name for name in host.model_files(folder) if name.lower().endswith(SAFE_SUFFIXES)]
+    listed = [name for name in host.model_files(folder) if name.lower().endswith(SAFE_SUFFIXES)]
+    return sorted({*listed, *_gguf_files(folder)}) if folder in GGUF_FOLDERS else listed
+
+
+def _gguf_files(folder: str) -> Iterator[str]:
+    for root in host.model_roots(folder):
+        for place, _, files in _walk(root):
+            names = (name for name in files if name.lower().endswith(GGUF_SUFFIX))
+            yield from (os.path.relpath(Path(place, name), root) for name in names)
 
 
 def _diffusers_folders() -> Iterator[str]:
@@ -174,7 +184,7 @@ def _parted(choice: str) -> tuple[str, str]:
 
 def _not_found(what: str, choice: str, names: list[str], folders: tuple[str, ...]) -> str:
     if Path(choice).suffix.lower() in (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".pt2"):
-        return f"{what} {choice!r}: convert it to .safetensors, the only format of a single file that Outrigger reads"
+        return f"{what} {choice!r}: convert it to .safetensors: such files can hold programs, and are not read"
     near = difflib.get_close_matches(choice, names, n=3, cutoff=0.5)
     nearest = f"; the nearest names are {', '.join(near)}" if near else ""
     return f"{what} {choice!r} is not in models/{' or models/'.join(folders)}{nearest}"

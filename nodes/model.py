@@ -35,8 +35,8 @@ class OutriggerLoadModel(io.ComfyNode):
                     "model",
                     options=files.model_choices(),
                     tooltip=(
-                        "A .safetensors file of models/diffusion_models or models/checkpoints, a Diffusers folder of "
-                        "models/diffusers, or tiny-shapes, the small model that comes with Outrigger."
+                        "A .safetensors or .gguf file of models/diffusion_models or models/checkpoints, a Diffusers "
+                        "folder of models/diffusers, or tiny-shapes, the small model that comes with Outrigger."
                     ),
                 ),
                 io.Combo.Input(

@@ -15,6 +15,8 @@ from torch import nn
 
 from .configuration import building, check_values
 from .errors import Refused
+from .gguf_file import GGUFFile
+from .gguf_header import read_gguf
 from .inspection import ModelFacts, Source
 from .layouts import Rows
 from .linear import LocalPart, local_part
@@ -113,8 +115,7 @@ def fill_transformer(
     if facts.sources:
         _check_names(shapes, facts)
         left_out = streamed.names if streamed.from_file else ()
-        open_file = TensorFile if streamed.from_file else _mapped
-        tensors = _stored(model, shapes, facts, open_file, wanted=lambda name: name not in left_out)
+        tensors = _stored(model, shapes, facts, from_file=streamed.from_file, wanted=lambda name: name not in left_out)
     else:
         tensors = _random_parts(model, shapes)
     stride = -(-len(shapes) // REPORTS)
@@ -156,10 +157,11 @@ def _check_names(shapes: Shapes, facts: ModelFacts) -> None:
 
 
 def _stored(
-    model: nn.Module, shapes: Shapes, facts: ModelFacts, open_file: OpenFile, *, wanted: Callable[[str], bool]
+    model: nn.Module, shapes: Shapes, facts: ModelFacts, *, from_file: bool, wanted: Callable[[str], bool]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """The name of each tensor that is wanted, and this rank's part of it (None for one it does without)."""
     for source in facts.sources:
+        open_file = opener(source, mapped=not from_file)
         try:
             with open_file(source.path) as file:
                 for name, stored in source.names.items():
@@ -170,6 +172,13 @@ def _stored(
                     yield name, read_part(file, source.path, stored, part, rows, open_file)
         except (OSError, SafetensorError) as error:
             raise Refused(f"{source.path} cannot be read: {error}") from error
+
+
+def opener(source: Source, *, mapped: bool) -> OpenFile:
+    """How to open a file of weights: mapped, or to have what is asked for read."""
+    if source.is_gguf:
+        return partial(GGUFFile, entries=read_gguf(source.path), packed=source.packed, mapped=mapped)
+    return _mapped if mapped else TensorFile
 
 
 def check_shape(stored: Any, name: str, *, shapes: Shapes, source: Source, facts: ModelFacts) -> None:

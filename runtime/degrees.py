@@ -6,12 +6,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
+from itertools import accumulate, chain
 
 from .footprint import ON_DEVICE, bytes_per_rank
 from .inspection import ModelFacts
 from .parallel.lengths import grained_lengths
 from .settings import MemorySettings
-from .stored import GROUPS
+from .stored import shared_features
 
 BRANCHES = 2
 """Of guidance: the positive and the negative prompt."""
@@ -74,13 +75,14 @@ class Needs:
     def _cut_group(self, tensor: int) -> str:
         """Why the inputs of the quantised Linears cannot be dealt out; empty when they can."""
         for name, stored in self.facts.stored.items():
-            group, shape = GROUPS.get(stored.kind, 1), self.facts.shapes[f"{name}.weight"]
+            group, shape = shared_features(stored.kind), self.facts.shapes[f"{name}.weight"]
             shard = next((shard for shard in self.facts.spec.tensor.linears if re.fullmatch(shard.pattern, name)), None)
             if tensor == 1 or group == 1 or shard is None or shard.mode != "row":
                 continue
             unit = shape[1] // sum(shard.blocks)
             cuts = (grained_lengths(block * unit, tensor, self.facts.head_dim) for block in shard.blocks)
-            if any(length % group for lengths in cuts for length in lengths[:-1]):
+            *ends, _ = accumulate(chain.from_iterable(cuts))
+            if any(end % group for end in ends):
                 return (
                     f"tensor {tensor} deals the {shape[1]} inputs of {name} out within a group of {group}, which {stored.kind} "
                     f"rounds together"

@@ -13,16 +13,24 @@ from .families.spec import FamilySpec
 from .layouts import Rows
 from .stored import Stored
 
+GGUF_SUFFIX = ".gguf"
+
 
 @dataclass(frozen=True)
 class Source:
     """One file of weights: `names` leads from the model's name of a tensor to the file's, and `rows` says which rows of that
-    it is, where it is not all of them.
+    it is, where it is not all of them. `packed` are those of the file's names that are used in the blocks they are stored in.
     """
 
     path: Path
     names: Mapping[str, str] = field(repr=False)
     rows: Mapping[str, Rows] = field(default_factory=dict, repr=False)
+    packed: frozenset[str] = field(default=frozenset(), repr=False)
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is a .gguf file, and no .safetensors file."""
+        return self.path.suffix.lower() == GGUF_SUFFIX
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import re
 
 from .inspection import ModelFacts
 from .settings import AUTO, MemorySettings, amount_of
-from .stored import AWQ_INT4, FP8, FP8_E5M2, GROUPS, SVDQUANT_NVFP4
+from .stored import AWQ_INT4, BLOCKS, FP8, FP8_E5M2, GROUPS, SVDQUANT_NVFP4
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FLOAT32_BYTES = 4
@@ -49,6 +49,8 @@ def _bytes_held(facts: ModelFacts, name: str, shape: tuple[int, ...], dtype: str
         return elements * (0.5 + 2 * plain / AWQ_GROUP)
     if stored is not None and stored.kind in (FP8, FP8_E5M2):
         return elements
+    if stored is not None and stored.kind in BLOCKS and name.endswith(".weight"):
+        return elements * BLOCKS[stored.kind].nbytes / BLOCKS[stored.kind].elements
     if stored is None or stored.kind not in GROUPS:
         return elements * (FLOAT32_BYTES if facts.spec.stays_float32(name) else plain)
     scale = (1 if stored.kind == SVDQUANT_NVFP4 else plain) / GROUPS[stored.kind]

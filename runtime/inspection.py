@@ -11,14 +11,15 @@ from types import MappingProxyType
 from typing import Any
 
 from .errors import Refused
-from .facts import ModelFacts, Source, facts_of
+from .facts import GGUF_SUFFIX, ModelFacts, Source, facts_of
 from .families import FAMILIES
 from .families.spec import FamilySpec
-from .layouts import Layout, eight_bit_layers, renamed, transformer_part
+from .gguf_header import read_gguf
+from .layouts import Layout, eight_bit_layers, packed_layers, renamed, transformer_part
 from .nunchaku_file import is_packed, read_packed
 from .safetensors_header import TensorEntry, read_header, read_metadata
 from .settings import TINY_SHAPES
-from .stored import FP8, FP8_FORMATS, PLAIN, Stored
+from .stored import BLOCKS, FP8, FP8_FORMATS, PLAIN, Stored
 from .tiny_shapes import MODEL_FOLDER
 
 RANDOM = "random:"
@@ -190,11 +191,10 @@ def _file(path: Path) -> ModelFacts:
         raise Refused(
             f"{path} is a pickle, which can run code and is never opened: use a .safetensors file of the model"
         )
-    if path.suffix.lower() == ".gguf":
-        raise Refused(f"{path}: GGUF files are not available yet, use a .safetensors file of the model")
-    if path.suffix.lower() not in (".safetensors", ".sft"):
-        raise Refused(f"{path} is not a .safetensors file: choose one, or a diffusers folder")
-    header = transformer_part(read_header(path))
+    if path.suffix.lower() not in (".safetensors", ".sft", GGUF_SUFFIX):
+        raise Refused(f"{path} is not a .safetensors or .gguf file: choose one, or a diffusers folder")
+    read = read_gguf if path.suffix.lower() == GGUF_SUFFIX else read_header
+    header = transformer_part(read(path))
     if is_packed(header):
         return _packed_file(path, header)
     layouts = {family.name: Layout.of(family, header) for family in FAMILIES.values()}
@@ -269,13 +269,16 @@ def _file_of(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], 
         raise Refused(f"{path} is {other}, which is not available yet. Available: {family.title}")
     if config[family.heads] < 1:
         raise Refused(f"{path} is too narrow for {family.title}: {shapes[family.signature[0]]}")
-    sources = (Source(path, MappingProxyType(names), MappingProxyType(layout.rows)),)
-    return facts_of(family, config, sources=sources, shapes=shapes, stored=_eight_bit(path, layout, family))
+    packed = packed_layers(layout, family)
+    stored = MappingProxyType({**_eight_bit(path, layout, family), **packed})
+    coded = frozenset(names[f"{layer}.weight"] for layer in packed)
+    sources = (Source(path, MappingProxyType(names), MappingProxyType(layout.rows), coded),)
+    return facts_of(family, config, sources=sources, shapes=shapes, stored=stored)
 
 
 def _refuse_formats(path: Path, formats: Mapping[str, str]) -> None:
     for name, number_format in formats.items():
-        if number_format not in ("F64", "F32", "F16", "BF16", *FP8_FORMATS):
+        if number_format not in ("F64", "F32", "F16", "BF16", *FP8_FORMATS, *BLOCKS):
             raise Refused(
                 f"{path} is quantised ({name} is {number_format}), which is not available yet: use the bf16 file"
             )

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from .families.spec import FamilySpec, Fused
 from .parallel.lengths import length_of
 from .safetensors_header import TensorEntry
-from .stored import FP8_FORMATS, FP8_WIDENED, WEIGHT_SCALE, Stored
+from .stored import BLOCKS, FP8_FORMATS, FP8_WIDENED, WEIGHT_SCALE, Stored
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 """What ComfyUI puts before the transformer's names, in an all-in-one checkpoint or a file of its own."""
@@ -87,6 +87,23 @@ def eight_bit_layers(layout: Layout, family: FamilySpec) -> dict[str, Stored]:
         if math.prod(shapes.get(WEIGHT_SCALE, ())) != 1:
             raise ValueError(f"{layout.names[name]} is scaled by {shapes[WEIGHT_SCALE]} numbers")
         found[layer] = Stored(FP8_WIDENED if family.stays_float32(name) else FP8_FORMATS[number_format], shapes)
+    return found
+
+
+def packed_layers(layout: Layout, family: FamilySpec) -> dict[str, Stored]:
+    """The Linears whose weights stay in the blocks of GGUF: those of which whole rows are whole blocks.
+
+    What the model holds in float32, and what may be no Linear, is turned into numbers as it is loaded.
+    """
+    found = {}
+    for name, number_format in layout.formats.items():
+        layer, _, leaf = name.rpartition(".")
+        block, shape = BLOCKS.get(number_format), layout.shapes[name]
+        is_linear = leaf == "weight" and len(shape) == 2 and family.has_linear(layer)
+        if block and is_linear and shape[1] % block.elements == 0 and not family.stays_float32(name):
+            bias = {"bias": layout.shapes[f"{layer}.bias"]} if f"{layer}.bias" in layout.shapes else {}
+            row = shape[1] // block.elements * block.nbytes
+            found[layer] = Stored(number_format, {"weight": (shape[0], row), **bias})
     return found
 
 

@@ -52,23 +52,24 @@ def _read(path: Path) -> tuple[dict[str, Any], int]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 10 or length < 2 or length > MAX_HEADER_BYTES:
-            raise Refused(f"{path} is not a .safetensors file{_what_it_is(path)}: download it again, or choose another")
+            raise Refused(f"{path} is not a .safetensors file{what_it_is(path)}: download it again, or choose another")
         if length > size - 8:
             raise Refused(
-                f"{path} is cut short or not a .safetensors file{_what_it_is(path)}: its header should have {length} "
+                f"{path} is cut short or not a .safetensors file{what_it_is(path)}: its header should have {length} "
                 f"bytes, but the whole file has {size}. Download it again"
             )
         raw = file.read(length)
     return _decoded(path, raw), size - 8 - length
 
 
-def _what_it_is(path: Path) -> str:
+def what_it_is(path: Path) -> str:
+    """What a file is by its first bytes, to be put behind "is not a ... file"; empty when that is not known."""
     with path.open("rb") as file:
         start = file.read(64)
     if start.startswith(b"version https://git-lfs"):
         return " but the pointer of one (Git LFS); the weights themselves were not downloaded"
     if start.startswith(b"GGUF"):
-        return " but a GGUF file"
+        return " but a GGUF file (name it .gguf)"
     if start.startswith((b"PK\x03\x04", b"\x80\x02")):
         return " but a pickled PyTorch file"
     if start and start.lstrip()[:1] == b"<":
@@ -82,7 +83,7 @@ def _decoded(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise Refused(f"{path} is not a .safetensors file{_what_it_is(path)}: its header is not JSON") from error
+        raise Refused(f"{path} is not a .safetensors file{what_it_is(path)}: its header is not JSON") from error
     if not isinstance(header, dict):
         raise Refused(f"{path} is not a .safetensors file: its header is not a table of tensors")
     return header

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 PLAIN = "none"
 SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, SVDQUANT_NVFP4 = "svdquant-int4", "svdquant-int4-unsigned", "svdquant-nvfp4"
@@ -15,6 +16,26 @@ WEIGHT_SCALE = "weight_scale"
 """What an 8-bit weight is multiplied with: one float32 number."""
 GROUPS: Mapping[str, int] = {SVDQUANT_INT4: 64, SVDQUANT_INT4_UNSIGNED: 64, SVDQUANT_NVFP4: 16, JOINED: 64}
 """How many input features are rounded together, by kind: no cut may go through them."""
+
+
+class Block(NamedTuple):
+    """So many numbers of a row that share their scales, and the bytes they take."""
+
+    elements: int
+    nbytes: int
+
+
+BLOCKS: Mapping[str, Block] = {
+    "Q8_0": Block(32, 34), "Q5_1": Block(32, 24), "Q5_0": Block(32, 22), "Q4_1": Block(32, 20), "Q4_0": Block(32, 18),
+    "Q6_K": Block(256, 210), "Q5_K": Block(256, 176), "Q4_K": Block(256, 144), "Q3_K": Block(256, 110),
+    "Q2_K": Block(256, 84),
+}  # fmt: skip
+"""The formats of GGUF that are read, each by its name there, which is the kind of its core too."""
+
+
+def shared_features(kind: str) -> int:
+    """How many input features of a kind of core belong together, so that no cut may go through them."""
+    return BLOCKS[kind].elements if kind in BLOCKS else GROUPS.get(kind, 1)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .blocks import BlockRunner
-from .checkpoint import Shapes, Streamed, check_shape, held_dtype
+from .checkpoint import Shapes, Streamed, check_shape, held_dtype, opener
 from .errors import Refused
 from .inspection import ModelFacts
 from .linear import LocalPart, local_part, parallel_linear
@@ -70,7 +70,7 @@ def stream_weights(
 ) -> None:
     """Have the weights of the streamed blocks come in before each runs, and go out after it."""
     weights: dict[nn.Module, BlockWeights] = {}
-    files = {source.path: TensorFile(source.path) for source in facts.sources if streamed.from_file}
+    files = {source.path: opener(source, mapped=False)(source.path) for source in facts.sources if streamed.from_file}
     for block, names in streamed.blocks.items():
         module = transformer.get_submodule(block)
         if streamed.from_file:

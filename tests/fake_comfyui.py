@@ -31,6 +31,7 @@ PARTS = (
     "session",
     "verify",
 )
+LISTED = (".ckpt", ".pt", ".pt2", ".bin", ".pth", ".safetensors", ".pkl", ".sft")
 RUNTIME = ("errors", "protocol", "settings")
 
 
@@ -57,9 +58,9 @@ class FakeComfyUI:
         self.previews.append(preview)
 
     def files(self, folder: str) -> list[str]:
-        """As `folder_paths.get_filename_list`."""
-        roots = self.folders.get(folder, [])
-        return sorted(p.relative_to(root).as_posix() for root in roots for p in root.rglob("*") if p.is_file())
+        """As `folder_paths.get_filename_list`, which lists weights by these ends of their names."""
+        found = [(root, path) for root in self.folders.get(folder, []) for path in root.rglob("*")]
+        return sorted(path.relative_to(root).as_posix() for root, path in found if path.suffix in LISTED)
 
     def path(self, folder: str, name: str) -> str | None:
         """As `folder_paths.get_full_path`."""

@@ -23,6 +23,7 @@ COMPUTE = (
     "guidance",
     "replicas",
     "linear",
+    "gguf_file",
     "checkpoint",
     "sampling",
     "encoders",
@@ -31,6 +32,7 @@ COMPUTE = (
 FACTS = (
     "families",
     "safetensors_header",
+    "gguf_header",
     "stored",
     "layouts",
     "facts",

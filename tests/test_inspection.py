@@ -134,7 +134,12 @@ def test_relatives_are_refused_by_name(tmp_path, original, change, words):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("model.ckpt", "pickle"), ("model.pt", "pickle"), ("model.gguf", "GGUF"), ("model.txt", "not a .safetensors")],
+    [
+        ("model.ckpt", "pickle"),
+        ("model.pt", "pickle"),
+        ("model.gguf", "not a .gguf file"),
+        ("model.txt", "not a .safetensors"),
+    ],
 )
 def test_other_kinds_of_file_are_not_opened(tmp_path, name, words):
     (tmp_path / name).write_bytes(b"x")

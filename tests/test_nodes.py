@@ -230,6 +230,7 @@ def folders(pack, tmp_path) -> Path:
     for name in (
         "diffusion_models/wan.safetensors",
         "diffusion_models/sub/other.safetensors",
+        "diffusion_models/sub/packed.gguf",
         "diffusion_models/old.ckpt",
         "checkpoints/wan.safetensors",
         "checkpoints/all.safetensors",
@@ -253,6 +254,7 @@ def test_model_choices_begin_with_the_built_in_model_and_tell_equal_names_apart(
         "tiny-shapes",
         "tiny-shapes [diffusers]",
         "sub/other.safetensors",
+        "sub/packed.gguf",
         "wan.safetensors [diffusion_models]",
         "wan.safetensors [checkpoints]",
         "all.safetensors",
@@ -266,6 +268,7 @@ def test_every_choice_is_found_again(pack, folders):
         "tiny-shapes",
         str(folders / "diffusers/tiny-shapes"),
         str(folders / "diffusion_models/sub/other.safetensors"),
+        str(folders / "diffusion_models/sub/packed.gguf"),
         str(folders / "diffusion_models/wan.safetensors"),
         str(folders / "checkpoints/wan.safetensors"),
         str(folders / "checkpoints/all.safetensors"),

@@ -218,6 +218,10 @@ class FamilySpec:
         halves = (shard for shard in self.tensor.linears if shard.mode in ("column", "row"))
         return self.in_block(linear) and any(re.fullmatch(shard.pattern, linear) for shard in halves)
 
+    def has_linear(self, layer: str) -> bool:
+        """Whether a layer with a matrix is a Linear, as far as that is known: those of the blocks are, and those that are cut."""
+        return self.in_block(layer) or any(re.fullmatch(shard.pattern, layer) for shard in self.tensor.linears)
+
     def in_block(self, linear: str) -> bool:
         """Whether a Linear is one of a block."""
         return any(re.match(rf"{block}\.\d+\.", linear) for block in self.blocks)

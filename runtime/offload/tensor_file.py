@@ -1,7 +1,8 @@
-"""A .safetensors file of which what is asked for is read, and nothing mapped: no page of it counts as this process's."""
+"""A file of tensors of which what is asked for is read, and nothing mapped: no page of it counts as this process's."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ CHUNK_BYTES = 8 << 20
 
 
 class TensorFile:
-    """The tensors of a file, each to be sliced, in the form of safetensors' own `safe_open`. One thread at a time reads it."""
+    """The tensors of a file, each to be sliced, in the form of safetensors' own `safe_open`. One thread at a time reads it.
 
-    def __init__(self, path: Path) -> None:
-        self._entries = read_header(path)
+    `entries` are those of a file that is no .safetensors file, counted from its start.
+    """
+
+    def __init__(self, path: Path, entries: Mapping[str, TensorEntry] | None = None) -> None:
+        self._entries = read_header(path) if entries is None else entries
         self._file = path.open("rb", buffering=0)
-        self._start = 8 + int.from_bytes(self._file.read(8), "little")
+        self._start = 8 + int.from_bytes(self._file.read(8), "little") if entries is None else 0
 
     def __enter__(self) -> TensorFile:
         return self

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..stored import AWQ_INT4, FP8, FP8_E5M2, FP8_WIDENED, JOINED, PLAIN
+from ..stored import AWQ_INT4, BLOCKS, FP8, FP8_E5M2, FP8_WIDENED, JOINED, PLAIN
 from .awq import AWQCore
 from .core import Core
 from .fp8 import Fp8Core, Fp8E5M2Core, WidenedFp8Core
+from .gguf import GGUFCore
 from .joined import JoinedCore
 from .plain import PlainCore
 from .svdquant.core import FOUR_BIT
@@ -20,5 +21,6 @@ CORES: Mapping[str, type[Core]] = {
     **FOUR_BIT,
     AWQ_INT4: AWQCore,
     JOINED: JoinedCore,
+    **dict.fromkeys(BLOCKS, GGUFCore),
 }
 """By `Stored.kind`."""

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
-from safetensors import safe_open
 
-from ..checkpoint import Shapes, random_tensors
+from ..checkpoint import Shapes, opener, random_tensors
 from ..inspection import ModelFacts
 from ..layouts import Rows
 from ..parallel.shares import RowsOf
@@ -31,11 +30,11 @@ class Weights:
     def __init__(self, facts: ModelFacts, shapes: Shapes) -> None:
         self._facts, self._stack = facts, ExitStack()
         self._drawn = {} if facts.sources else dict(random_tensors(shapes))
-        self._places: dict[str, tuple[safe_open, str, Rows]] = {}
+        self._places: dict[str, tuple[Any, str, Rows]] = {}
 
     def __enter__(self) -> Weights:
         for source in self._facts.sources:
-            file = self._stack.enter_context(safe_open(source.path, framework="pt", device="cpu"))
+            file = self._stack.enter_context(opener(source, mapped=True)(source.path))
             places = {name: (file, stored, source.rows.get(name, ())) for name, stored in source.names.items()}
             self._places.update(places)
         return self
