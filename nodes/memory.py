@@ -1,4 +1,4 @@
-"""Configure Memory: which weights are on the device while they do not run."""
+"""Configure Memory: which weights are on the device while they do not run, and where text encoder and VAE are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from comfy_api.latest import io
 
 from ..runtime.errors import in_our_words
 from .io_types import CATEGORY, Memory, searchable
-from .parts import OFFLOAD_KINDS, settings
+from .parts import COMPONENT_PLACES, OFFLOAD_KINDS, settings
 
 
 class OutriggerMemory(io.ComfyNode):
@@ -48,21 +48,66 @@ class OutriggerMemory(io.ComfyNode):
                     default="1",
                     tooltip="Blocks on their way while one runs: a count such as 2, or a part such as 0.25. Each takes memory.",
                 ),
+                _place(
+                    "text_encoder_device",
+                    "text encoder",
+                    "it waits in host memory and comes to the device for each prompt",
+                ),
+                _place("vae_device", "VAE", "it is on the device once it has been used"),
             ],
             outputs=[Memory.Output(display_name="memory", tooltip="Where the weights are kept, for Load Model.")],
         )
         return searchable(schema, "offload", "low vram", "block swap", "layerwise")
 
     @classmethod
-    def validate_inputs(cls, offload: str = "none", resident_blocks: str = "auto", prefetch: str = "1") -> bool:
+    def validate_inputs(
+        cls,
+        offload: str = "none",
+        resident_blocks: str = "auto",
+        prefetch: str = "1",
+        text_encoder_device: str = "auto",
+        vae_device: str = "auto",
+    ) -> bool:
         """Called when the prompt is queued, with what is not linked. True, or raises `ValueError`."""
-        cls._settings(offload=offload, resident_blocks=resident_blocks, prefetch=prefetch)
+        in_our_words(
+            settings.MemorySettings,
+            offload=offload,
+            resident_blocks=resident_blocks,
+            prefetch=prefetch,
+            text_encoder_device=text_encoder_device,
+            vae_device=vae_device,
+        )
         return True
 
     @classmethod
-    def execute(cls, offload: str = "none", resident_blocks: str = "auto", prefetch: str = "1") -> io.NodeOutput:
-        return io.NodeOutput(cls._settings(offload=offload, resident_blocks=resident_blocks, prefetch=prefetch))
+    def execute(
+        cls,
+        offload: str = "none",
+        resident_blocks: str = "auto",
+        prefetch: str = "1",
+        text_encoder_device: str = "auto",
+        vae_device: str = "auto",
+    ) -> io.NodeOutput:
+        memory = in_our_words(
+            settings.MemorySettings,
+            offload=offload,
+            resident_blocks=resident_blocks,
+            prefetch=prefetch,
+            text_encoder_device=text_encoder_device,
+            vae_device=vae_device,
+        )
+        return io.NodeOutput(memory)
 
-    @classmethod
-    def _settings(cls, **widgets: object) -> object:
-        return in_our_words(settings.MemorySettings, **widgets)
+
+def _place(name: str, part: str, auto: str) -> io.Input:
+    """A widget for where a part of the model is."""
+    return io.Combo.Input(
+        name,
+        options=list(COMPONENT_PLACES),
+        optional=True,
+        default=COMPONENT_PLACES[0],
+        tooltip=(
+            f"Where the {part} is. auto: {auto}. device: there all the time. cpu: it runs on the processor. on-demand: read "
+            f"for each use, and let go of after it."
+        ),
+    )

@@ -34,6 +34,7 @@ class _Missing:
 try:
     from ..runtime import settings
     from ..runtime.settings import (
+        COMPONENT_PLACES,
         DTYPES,
         FROM_MODEL,
         MAX_DEGREE,
@@ -49,4 +50,4 @@ except ImportError as reason:
     settings = convert = session = _Missing(reason)
     DTYPES, QUANT_KINDS, FROM_MODEL, TINY_SHAPES = ("auto",), ("none",), "from model", "tiny-shapes"
     SAMPLER_NAMES, SCHEDULER_NAMES, MAX_DEGREE, MAX_STRENGTH = ("euler",), ("simple",), 64, 100.0
-    OFFLOAD_KINDS = ("none",)
+    OFFLOAD_KINDS, COMPONENT_PLACES = ("none",), ("auto",)

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from .checkpoint import STAGE as LOADING
 from .checkpoint import build_transformer, fill_transformer
+from .components import AUTO_DTYPE, Components, check_parts
 from .conditions import ConditioningReader
-from .encoders.reporting import GroupProgress
-from .encoders.rows import Rows
-from .encoders.text import TextEncoder
-from .encoders.vae import Autoencoder
-from .encoders.vae_files import load_autoencoder
-from .errors import Refused
+from .encoders.remembered import RememberedPrompts
 from .guidance import Denoiser, Entry
 from .inspection import ModelFacts, inspect_model
 from .linear import hold_hooks, swap_linears
@@ -41,13 +34,11 @@ from .sampling import (
     to_model_space,
 )
 from .sequence import Sequence, split_tokens
-from .settings import AXES, FROM_MODEL, LoraSettings, ModelSettings
+from .settings import LoraSettings, ModelSettings
 from .streaming import choose_streamed, stream_weights
 
 SAMPLING = "sampling"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
-"""By kind of device. Text encoders always run in these: T5 overflows in fp16."""
 
 
 class Pipeline:
@@ -62,24 +53,30 @@ class Pipeline:
         mesh: Mesh,
         sequence: Sequence,
         loras: Loras,
+        components: Components,
     ) -> None:
         self.transformer = transformer
-        self.facts, self._family, self._settings, self._mesh = facts, facts.spec, settings, mesh
-        self._sequence, self._loras = sequence, loras
+        self.facts, self._family, self._mesh = facts, facts.spec, mesh
+        self._sequence, self._loras, self._components = sequence, loras, components
         self._dtype = _dtype(settings, mesh)
         self._reader = ConditioningReader(facts.spec, transformer.config, dtype=self._dtype, device=mesh.device)
         self._positions: int | None = transformer.config[facts.spec.positions] if facts.spec.positions else None
         predict = Predictor(transformer, facts.spec, dtype=self._dtype)
         replicas = mesh.group("data")
         self._predict = predict if replicas is None else Replicas(predict, replicas)
-        self._text_encoder: TextEncoder | None = None
-        self._autoencoder: Autoencoder | None = None
 
     @classmethod
-    def load(cls, settings: ModelSettings, *, mesh: Mesh, progress: ReportProgress) -> Pipeline:
+    def load(
+        cls,
+        settings: ModelSettings,
+        *,
+        mesh: Mesh,
+        progress: ReportProgress,
+        prompts: RememberedPrompts | None = None,
+    ) -> Pipeline:
         """Everything that changes a model, in this order. Encoder and VAE are read when they are first used."""
         facts = inspect_model(settings.model, quant=settings.quant)
-        _check_parts(settings)
+        check_parts(settings)
         transformer, shapes = build_transformer(facts)
         swap_linears(
             transformer,
@@ -98,7 +95,10 @@ class Pipeline:
         stream_weights(transformer, facts, streamed, settings.memory, **held)
         loras = Loras(transformer, facts.spec, **held)
         loras.use(settings.loras)
-        return cls(transformer, facts, settings=settings, mesh=mesh, sequence=sequence, loras=loras)
+        components = Components(settings, facts, mesh=mesh, prompts=prompts)
+        return cls(
+            transformer, facts, settings=settings, mesh=mesh, sequence=sequence, loras=loras, components=components
+        )
 
     def use_loras(self, loras: Iterable[LoraSettings]) -> tuple[str, ...]:
         """Sample with these and no others from now on, without loading the model again; a line to tell of each.
@@ -109,15 +109,7 @@ class Pipeline:
 
     def encode_text(self, text: str, *, progress: ReportProgress) -> Conditioning | None:
         """The conditioning of a prompt; None on every rank but the first. Raises `Refused` without a text encoder."""
-        folder, tokenizer = self._text_encoder_folders()  # on every rank, so that all refuse alike and stay
-        if any(self._mesh.index(axis) for axis in AXES if axis != "tensor"):
-            return None
-        report = GroupProgress(progress, self._mesh.group("tensor"))
-        if self._text_encoder is None:
-            report(LOADING, 0, 1)
-            self._text_encoder = self._load_text_encoder(folder, tokenizer)
-        conditioning = self._text_encoder.encode(text, progress=report)
-        return conditioning if self._mesh.rank == 0 else None
+        return self._components.encode_text(text, progress=progress)
 
     @torch.inference_mode()
     def sample(self, request: Sample, *, progress: ReportProgress) -> torch.Tensor:
@@ -149,13 +141,15 @@ class Pipeline:
 
     def decode(self, latent: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor | None:
         """`(B * F, H, W, 3)` float32 in 0..1 on the CPU; None on every rank but the first. Raises `Refused` without a VAE."""
-        return self._vae(progress).decode(latent, progress=progress)
+        with self._components.vae(progress) as vae:
+            return vae.decode(latent, progress=progress)
 
     def encode(self, pixels: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor | None:
         """The latent of `(N, H, W, 3)` in 0..1, float32 on the CPU; None on every rank but the first. Raises `Refused`
         without a VAE.
         """
-        return self._vae(progress).encode(pixels, progress=progress)
+        with self._components.vae(progress) as vae:
+            return vae.encode(pixels, progress=progress)
 
     def _fitted(self, request: Sample) -> torch.Tensor:
         """The latent of a request in the shape the model samples in, float32 on the CPU. Raises `Refused` for one too large."""
@@ -197,40 +191,6 @@ class Pipeline:
             progress(SAMPLING, 0, 1, notice=notice, together=False)
         return StepReporter(progress, draw=draw)
 
-    def _text_encoder_folders(self) -> tuple[Path, Path]:
-        """Where text encoder and tokenizer are. Raises `Refused` when there are none."""
-        if self._family.text_encoders:
-            raise Refused(f"{self._family.title} takes {self._family.text_encoders}")
-        folder, tokenizer = self.facts.text_encoder, self.facts.tokenizer
-        if self._settings.text_encoder != FROM_MODEL:
-            folder = Path(self._settings.text_encoder)
-            tokenizer = next((path for path in (folder.parent / "tokenizer", folder) if path.is_dir()), None)
-        if folder is None or tokenizer is None:
-            raise Refused(
-                f"{self.facts.name} comes without a text encoder: use a CLIP Loader (type wan) and CLIP Text Encode, or "
-                f"choose the text_encoder folder of a diffusers model in Load Model"
-            )
-        return folder, tokenizer
-
-    def _load_text_encoder(self, folder: Path, tokenizer: Path) -> TextEncoder:
-        device, group = self._mesh.device, self._mesh.group("tensor")
-        dtype, length = AUTO_DTYPE[device.type], self._family.text_length
-        return TextEncoder.load(folder, tokenizer, length=length, dtype=dtype, device=device, group=group)
-
-    def _vae(self, progress: ReportProgress) -> Autoencoder:
-        """The VAE, read when it is first asked for. Raises `Refused` when there is none."""
-        if self._autoencoder is None:
-            path = self.facts.vae if self._settings.vae == FROM_MODEL else Path(self._settings.vae)
-            if path is None:
-                raise Refused(
-                    f"{self.facts.name} comes without a VAE: use a VAE Loader with VAE Decode or VAE Encode, or choose a "
-                    f"VAE in Load Model"
-                )
-            progress(LOADING, 0, 1)
-            model, rows = load_autoencoder(path, self._family), Rows(self._mesh.group(*AXES))
-            self._autoencoder = Autoencoder(model, form=self._family.latent, rows=rows, device=self._mesh.device)
-        return self._autoencoder
-
 
 class StepReporter:
     """The steps of a sampler as progress of the job, each with a preview where there is something to draw it."""
@@ -251,18 +211,3 @@ class StepReporter:
 
 def _dtype(settings: ModelSettings, mesh: Mesh) -> torch.dtype:
     return DTYPES[settings.dtype] if settings.dtype != "auto" else AUTO_DTYPE[mesh.device.type]
-
-
-def _check_parts(settings: ModelSettings) -> None:
-    """Raise `Refused` for a part that this version cannot use, before a weight is read."""
-    if settings.text_encoder_2 != FROM_MODEL:
-        raise Refused(
-            "text_encoder_2 is set, but no model with two text encoders reads them yet: leave it at 'from model'"
-        )
-    if settings.text_encoder != FROM_MODEL and not os.path.isdir(settings.text_encoder):
-        raise Refused(
-            f"{settings.text_encoder} is not a diffusers text_encoder folder, and single files are not available yet: use a "
-            f"CLIP Loader (type wan) and CLIP Text Encode"
-        )
-    if settings.vae != FROM_MODEL and not os.path.exists(settings.vae):
-        raise Refused(f"{settings.vae}: no such VAE. Choose a file or folder that is there")

@@ -34,6 +34,7 @@ SCHEDULER_NAMES = (
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 QUANT_KINDS = ("none", "fp8", "svdquant-int4", "svdquant-nvfp4")
 OFFLOAD_KINDS = ("none", "layerwise", "disk")
+COMPONENT_PLACES = ("auto", "device", "cpu", "on-demand")
 
 AUTO = "auto"
 
@@ -132,11 +133,16 @@ class MemorySettings(Settings):
     `offload` "none": on the device. "layerwise": in host memory. "disk": in their file, which is read anew in each step.
     `resident_blocks` stay on the device all the same, and `prefetch` blocks are on their way while one runs: a count such as
     "2" or a part of all such as "0.25"; resident blocks "auto" are as many as the free memory holds.
+
+    `text_encoder_device` and `vae_device` "device": there all the time; "cpu": they run on the processor; "on-demand": read
+    for each use, and let go of after it. "auto": the text encoder waits in host memory, the VAE on the device.
     """
 
     offload: Literal["none", "layerwise", "disk"] = "none"
     resident_blocks: str = AUTO
     prefetch: str = "1"
+    text_encoder_device: Literal["auto", "device", "cpu", "on-demand"] = "auto"
+    vae_device: Literal["auto", "device", "cpu", "on-demand"] = "auto"
 
     @field_validator("resident_blocks", "prefetch")
     @classmethod

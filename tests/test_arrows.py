@@ -27,6 +27,7 @@ COMPUTE = (
     "checkpoint",
     "sampling",
     "encoders",
+    "components",
     "pipeline",
 )
 FACTS = (

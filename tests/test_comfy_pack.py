@@ -23,7 +23,7 @@ NODE_INPUTS = {
     "OutriggerLoadModel": "model* dtype quant text_encoder text_encoder_2 vae parallel memory speed",
     "OutriggerLora": "model* lora_name* strength_model fuse",
     "OutriggerParallelism": "devices ulysses ring tensor cfg data",
-    "OutriggerMemory": "offload resident_blocks prefetch",
+    "OutriggerMemory": "offload resident_blocks prefetch text_encoder_device vae_device",
     "OutriggerTextEncode": "model* text*",
     "OutriggerSampler": "model* positive* latent_image* seed steps cfg sampler_name scheduler negative denoise shift max_shift base_shift",
     "OutriggerSamplerAdvanced": "model* positive* latent_image* add_noise noise_seed steps cfg sampler_name scheduler negative "

@@ -94,7 +94,7 @@ def test_only_the_ranks_of_one_tensor_group_hold_an_encoder(folder):
     def work(mesh: Mesh) -> tuple[bool, torch.Tensor | None]:
         pipeline = Pipeline.load(settings, mesh=mesh, progress=ignore_progress)
         conditioning = pipeline.encode_text(PROMPTS[0], progress=ignore_progress)
-        return pipeline._text_encoder is not None, conditioning and conditioning.embedding
+        return pipeline._components.text_encoder is not None, conditioning and conditioning.embedding
 
     spread = run_as_threads({"cfg": 2, "tensor": 2}, work)
     assert [holds for holds, _ in spread] == [True, True, False, False]

@@ -11,6 +11,7 @@ from ..errors import Refused, in_our_words
 from ..settings import (
     AUTO,
     AXES,
+    COMPONENT_PLACES,
     DTYPES,
     OFFLOAD_KINDS,
     QUANT_KINDS,
@@ -49,6 +50,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--resident-blocks", default=AUTO, metavar="N", help="blocks that stay on the device: auto, 2, or 0.25 of them"
     )
     parser.add_argument("--prefetch", default="1", metavar="N", help="blocks on their way while one runs: 2, or 0.25")
+    for part in ("text encoder", "VAE"):
+        parser.add_argument(
+            f"--{part.lower().replace(' ', '-')}-device", choices=COMPONENT_PLACES, default=AUTO,
+            help=f"where the {part} is: on the device, on the processor, or read for each use and let go of after it",
+        )  # fmt: skip
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +70,8 @@ def model_settings(chosen: argparse.Namespace, **parts: str) -> ModelSettings:
     """
     parallel = _parallel_settings(chosen)
     amounts = {"resident_blocks": str(chosen.resident_blocks), "prefetch": str(chosen.prefetch)}
-    memory = checked(MemorySettings, offload=chosen.offload, **amounts)
+    places = {name: getattr(chosen, name) for name in ("text_encoder_device", "vae_device")}
+    memory = checked(MemorySettings, offload=chosen.offload, **amounts, **places)
     loras = tuple(map(_lora_settings, chosen.lora))
     fields = {"dtype": chosen.dtype, "quant": chosen.quant, "loras": loras, "memory": memory}
     model = checked(ModelSettings, model=find_model(chosen.model), **fields, **parts)

@@ -27,13 +27,16 @@ MOST_TOKENS = 4096
 
 
 class TextEncoder:
-    """A text encoder that stays in host memory and visits `device` for each prompt.
+    """A text encoder that `stays` on a device, or visits it from host memory for each prompt.
 
     It is whole on one rank, or cut over the ranks of a group, which then make the same calls with the same values.
     """
 
-    def __init__(self, tokenizer: AutoTokenizer, model: UMT5EncoderModel, *, length: int, device: torch.device) -> None:
+    def __init__(
+        self, tokenizer: AutoTokenizer, model: UMT5EncoderModel, *, length: int, device: torch.device, stays: bool
+    ) -> None:
         self._tokenizer, self._model, self._device, self._length = tokenizer, model, device, length
+        self._stays = stays
 
     @classmethod
     def load(
@@ -44,6 +47,7 @@ class TextEncoder:
         length: int,
         dtype: torch.dtype,
         device: torch.device,
+        stays: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> TextEncoder:
         """From the folders of the encoder and its tokenizer; cut over the ranks of a group, where one is given.
@@ -57,7 +61,7 @@ class TextEncoder:
                 f"{tokenizer} has {len(words)} words, but the encoder {folder} knows {model.config.vocab_size}: use the two "
                 f"of one model"
             )
-        return cls(words, model.eval().requires_grad_(False), length=length, device=device)
+        return cls(words, model.eval().requires_grad_(False), length=length, device=device, stays=stays)
 
     @torch.inference_mode()
     def encode(self, text: str, *, progress: ReportProgress) -> Conditioning:
@@ -85,7 +89,8 @@ class TextEncoder:
         try:
             yield
         finally:
-            self._model.to("cpu")
+            if not self._stays:
+                self._model.to("cpu")
 
 
 def _tokenizer(folder: Path, *, length: int) -> tuple[AutoTokenizer, int]:

@@ -1,0 +1,146 @@
+"""Text encoder and VAE of a model: read when they are first needed, and after each use where the settings want them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from .checkpoint import STAGE as LOADING
+from .encoders.remembered import RememberedPrompts
+from .encoders.reporting import GroupProgress
+from .encoders.rows import Rows
+from .encoders.text import TextEncoder
+from .encoders.vae import Autoencoder
+from .encoders.vae_files import load_autoencoder
+from .errors import Refused
+from .inspection import ModelFacts
+from .mesh import Mesh
+from .message import Conditioning
+from .progress import ReportProgress
+from .release import release_memory
+from .settings import AXES, FROM_MODEL, ModelSettings
+
+AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+"""By kind of device. Text encoders always run in these: T5 overflows in fp16."""
+HOST = torch.device("cpu")
+
+
+class Components:
+    """The parts of one model beside its transformer. All ranks make the same calls with the same values."""
+
+    def __init__(
+        self, settings: ModelSettings, facts: ModelFacts, *, mesh: Mesh, prompts: RememberedPrompts | None = None
+    ) -> None:
+        self.text_encoder: TextEncoder | None = None
+        self.autoencoder: Autoencoder | None = None
+        self._settings, self._facts, self._family, self._mesh = settings, facts, facts.spec, mesh
+        self._prompts = prompts or RememberedPrompts(0)
+
+    def encode_text(self, text: str, *, progress: ReportProgress) -> Conditioning | None:
+        """The conditioning of a prompt; None on every rank but the first. Raises `Refused` without a text encoder."""
+        folder, tokenizer = self._text_encoder_folders()  # on every rank, so that all refuse alike and stay
+        if any(self._mesh.index(axis) for axis in AXES if axis != "tensor"):
+            return None
+        report = GroupProgress(progress, self._mesh.group("tensor"))
+
+        def encode() -> Conditioning:
+            with self._text_encoder_of(folder, tokenizer, report) as encoder:
+                return encoder.encode(text, progress=report)
+
+        files = tuple(_file_states(folder, tokenizer))
+        encoder = (files, self._family.text_length, self._text_device.type)
+        conditioning = self._prompts.recall(encoder, text, encode)
+        return conditioning if self._mesh.rank == 0 else None
+
+    @contextmanager
+    def vae(self, progress: ReportProgress) -> Iterator[Autoencoder]:
+        """The VAE, for one use. Raises `Refused` when there is none."""
+        if self.autoencoder is None:
+            self.autoencoder = self._load_autoencoder(progress)
+        try:
+            yield self.autoencoder
+        finally:
+            if self._settings.memory.vae_device == "on-demand":
+                self.autoencoder = None
+                release_memory()
+
+    @contextmanager
+    def _text_encoder_of(self, folder: Path, tokenizer: Path, report: GroupProgress) -> Iterator[TextEncoder]:
+        if self.text_encoder is None:
+            report(LOADING, 0, 1)
+            self.text_encoder = self._load_text_encoder(folder, tokenizer)
+        try:
+            yield self.text_encoder
+        finally:
+            if self._settings.memory.text_encoder_device == "on-demand":
+                self.text_encoder = None
+                release_memory()
+
+    @property
+    def _text_device(self) -> torch.device:
+        return HOST if self._settings.memory.text_encoder_device == "cpu" else self._mesh.device
+
+    def _load_text_encoder(self, folder: Path, tokenizer: Path) -> TextEncoder:
+        device = self._text_device
+        return TextEncoder.load(
+            folder,
+            tokenizer,
+            length=self._family.text_length,
+            dtype=AUTO_DTYPE[device.type],
+            device=device,
+            stays=self._settings.memory.text_encoder_device != "auto",
+            group=self._mesh.group("tensor"),
+        )
+
+    def _load_autoencoder(self, progress: ReportProgress) -> Autoencoder:
+        path = self._facts.vae if self._settings.vae == FROM_MODEL else Path(self._settings.vae)
+        if path is None:
+            raise Refused(
+                f"{self._facts.name} comes without a VAE: use a VAE Loader with VAE Decode or VAE Encode, or choose a "
+                f"VAE in Load Model"
+            )
+        progress(LOADING, 0, 1)
+        model, rows = load_autoencoder(path, self._family), Rows(self._mesh.group(*AXES))
+        device = HOST if self._settings.memory.vae_device == "cpu" else self._mesh.device
+        return Autoencoder(model, form=self._family.latent, rows=rows, device=device)
+
+    def _text_encoder_folders(self) -> tuple[Path, Path]:
+        """Where text encoder and tokenizer are. Raises `Refused` when there are none."""
+        if self._family.text_encoders:
+            raise Refused(f"{self._family.title} takes {self._family.text_encoders}")
+        folder, tokenizer = self._facts.text_encoder, self._facts.tokenizer
+        if self._settings.text_encoder != FROM_MODEL:
+            folder = Path(self._settings.text_encoder)
+            tokenizer = next((path for path in (folder.parent / "tokenizer", folder) if path.is_dir()), None)
+        if folder is None or tokenizer is None:
+            raise Refused(
+                f"{self._facts.name} comes without a text encoder: use a CLIP Loader (type wan) and CLIP Text Encode, or "
+                f"choose the text_encoder folder of a diffusers model in Load Model"
+            )
+        return folder, tokenizer
+
+
+def _file_states(*folders: Path) -> Iterator[tuple[str, int, int]]:
+    """Path, size and time of every file in some folders: what changes when one of them is replaced."""
+    for path in sorted(path for folder in folders for path in folder.iterdir()):
+        state = path.stat()
+        yield str(path), state.st_size, state.st_mtime_ns
+
+
+def check_parts(settings: ModelSettings) -> None:
+    """Raise `Refused` for a part that this version cannot use, before a weight is read."""
+    if settings.text_encoder_2 != FROM_MODEL:
+        raise Refused(
+            "text_encoder_2 is set, but no model with two text encoders reads them yet: leave it at 'from model'"
+        )
+    if settings.text_encoder != FROM_MODEL and not os.path.isdir(settings.text_encoder):
+        raise Refused(
+            f"{settings.text_encoder} is not a diffusers text_encoder folder, and single files are not available yet: use a "
+            f"CLIP Loader (type wan) and CLIP Text Encode"
+        )
+    if settings.vae != FROM_MODEL and not os.path.exists(settings.vae):
+        raise Refused(f"{settings.vae}: no such VAE. Choose a file or folder that is there")
