@@ -115,7 +115,7 @@ def used_on_demand(mesh: Mesh, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_on_demand_holds_nothing_on_any_rank_after_a_use(tmp_path):
-    results = run_as_processes(f"{__name__}:used_on_demand", {"tensor": 2}, tmp_path)
+    results = run_as_processes("tests.test_components:used_on_demand", {"tensor": 2}, tmp_path)
     assert not any(result["held"].any() for result in results)
     alone = load().decode(latent(), progress=ignore_progress)
     assert torch.allclose(results[0]["picture"], alone, atol=1e-5)
