@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,8 @@ class BlockRunner:
     """Runs the streamed blocks of a model in a few slots, the weights of those to come on their way meanwhile.
 
     `weights` has the blocks whose weights are streamed, in the order in which they run; after the last comes the first,
-    for the next step. With `prefetch` blocks on their way there are `prefetch + 1` slots. A block that a step leaves out
-    costs nothing but what was fetched for it ahead.
+    for the next step. With `prefetch` blocks on their way there are `prefetch + 1` slots. Whoever leaves blocks out says so
+    by `expect` as soon as it is decided, and nothing is fetched for them.
     """
 
     def __init__(self, weights: Mapping[nn.Module, BlockWeights], *, prefetch: int, device: torch.device) -> None:
@@ -27,6 +27,9 @@ class BlockRunner:
         largest = max(each.layout.nbytes for each in self._weights)
         self._free = [Slot(largest, device=device) for _ in range(self._prefetch + 1)]
         self._taken: dict[int, Slot] = {}
+        self._running: int | None = None
+        self._numbers = {block: number for number, block in enumerate(weights)}
+        self._expected, self._repeats = [*self._numbers.values()], True
         self._absent = [
             [torch.empty(held.shape, dtype=held.dtype, device="meta") for held in each.layout.held]
             for each in self._weights
@@ -41,23 +44,42 @@ class BlockRunner:
         """What the slots take on the device."""
         return sum(slot.buffer.nbytes for slot in (*self._free, *self._taken.values()))
 
+    def expect(self, blocks: Iterable[nn.Module]) -> None:
+        """Say which blocks run from here on, in their order; nothing else is fetched until told anew. Whoever decides after
+        the first block of a step whether the others run expects these and the first, or the first of the next step alone.
+        """
+        self._expected = [self._numbers[block] for block in blocks if block in self._numbers]
+        self._repeats = False
+        for number in set(self._taken) - {*self._expected, self._running}:
+            self._give_up(number)
+        if self._running is None:
+            self._fetch_ahead(self._expected[: self._prefetch])
+
     def _enter(self, number: int, block: nn.Module, args: Any) -> None:
         if number in self._taken and self._taken[number].has_failed:
             self._give_up(number)  # perhaps in a run that has ended: what it could not read may be there now
+        self._running = number
         slot = self._taken.get(number) or self._fetch(number)
-        for following in self._following(number):
-            if self._free and following not in self._taken:
-                self._fetch(following)
+        self._fetch_ahead(self._following(number))
         self._filler.wait(slot)
         layout = self._weights[number].layout
         layout.put(layout.views(slot.buffer))
 
     def _leave(self, number: int, block: nn.Module, args: Any, output: Any) -> None:
+        self._running = None
         self._weights[number].layout.put(self._absent[number])
         self._give_up(number)
 
-    def _following(self, number: int) -> Iterator[int]:
-        return ((number + ahead) % len(self._weights) for ahead in range(1, self._prefetch + 1))
+    def _following(self, number: int) -> list[int]:
+        """What is expected after a block; after one that was not expected, from the beginning."""
+        place = self._expected.index(number) + 1 if number in self._expected else 0
+        again = self._expected[:place] if self._repeats else []
+        return [*self._expected[place:], *again][: self._prefetch]
+
+    def _fetch_ahead(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if self._free and number not in self._taken:
+                self._fetch(number)
 
     def _fetch(self, number: int) -> Slot:
         if not self._free:  # what was fetched ahead was not what came next

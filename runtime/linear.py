@@ -101,7 +101,9 @@ class ParallelLinear(nn.Module):
         """Where the tensor that a file calls `leaf` goes; None when this rank does without it."""
         if leaf == "bias":
             return None if self.bias is None else LocalPart(self, leaf, self.core.part(leaf), self._group)
-        return LocalPart(self.core, leaf, self.core.part(leaf), self._group)
+        core, own = self.core.holder(leaf)
+        cut = core.part(own)
+        return None if cut is None else LocalPart(core, own, cut, self._group)
 
     def local_pair(self, pair: Pair) -> Pair:
         """This rank's part of a whole pair: of a column the rows that it puts out, of a row the columns that it takes in."""

@@ -15,11 +15,13 @@ from .inspection import ModelFacts
 from .linear import LocalPart, local_part, parallel_linear
 from .offload.choice import streamed_blocks
 from .offload.layout import Held, Layout
+from .offload.parts import stored_part
 from .offload.tensor_file import TensorFile
-from .offload.weights import BlockWeights, ReadWeights, host_weights
-from .parallel.shares import WHOLE, RowsOf
+from .offload.weights import BlockWeights, ReadWeights, StagedWeights, Staging, host_weights
 from .quant.core import Core
 from .settings import MemorySettings, amount_of
+
+BIAS = "bias"
 
 
 def choose_streamed(
@@ -55,7 +57,7 @@ def _hold_linears(block: nn.Module) -> None:
 
 def _is_streamed(transformer: nn.Module, block: str, name: str) -> bool:
     part = local_part(transformer, name) if name.startswith(f"{block}.") else None
-    return part is not None and isinstance(part.module, Core)
+    return part is not None and isinstance(part.module, Core) and not part.leaf.startswith(BIAS)
 
 
 def stream_weights(
@@ -77,6 +79,9 @@ def stream_weights(
             weights[module] = _file_weights(transformer, facts, names, files, shapes=shapes, dtype=dtype)
         else:
             weights[module] = host_weights(Layout(Held.all_of(module)), pinned=device.type == "cuda")
+    if weights and streamed.from_file and device.type == "cuda":
+        staging = Staging(max(each.layout.nbytes for each in weights.values()), device=device)
+        weights = {module: StagedWeights(each, staging) for module, each in weights.items()}
     if weights:
         BlockRunner(weights, prefetch=amount_of(memory.prefetch, len(weights)), device=device)
 
@@ -99,12 +104,10 @@ def _file_weights(
         source = next(source for source in facts.sources if name in source.names)
         stored, part = files[source.path].get_slice(source.names[name]), local_part(transformer, name)
         check_shape(stored, name, shapes=shapes, source=source, facts=facts)
-        held.append(_held(part, name, facts, dtype))
-        rows = source.rows.get(name, ())
-        parts.append((part.cut, RowsOf(stored, rows) if rows else stored))
-    return ReadWeights(
-        Layout(held), lambda: (stored[slice(None),] if cut == WHOLE else cut.take(stored) for cut, stored in parts)
-    )
+        each = _held(part, name, facts, dtype)
+        held.append(each)
+        parts.append(stored_part(stored, source.rows.get(name, ()), part.cut, shape=each.shape, dtype=each.dtype))
+    return ReadWeights(Layout(held), parts)
 
 
 def _held(part: LocalPart, name: str, facts: ModelFacts, dtype: torch.dtype) -> Held:

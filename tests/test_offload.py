@@ -169,6 +169,31 @@ def test_any_order_of_blocks_computes_with_the_right_weights(order, prefetch):
     assert Steps(5, prefetch=prefetch).run(*order, *order)
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_nothing_is_fetched_for_blocks_that_a_cache_skips(prefetch):
+    """As a cache does that decides by the first block whether the others run: a stand-in, over four steps."""
+    model = Steps(5, prefetch=prefetch)
+    first, *others = model.blocks
+    model.runner.expect([first])
+    for computes in (True, False, False, True):
+        assert model.run(0)
+        model.runner.expect([*others, first] if computes else [first])
+        assert model.run(*range(1, 5)) if computes else True
+    model.runner._filler._thread.shutdown(wait=True)
+    step, skipped = [0, 1, 2, 3, 4], [0]
+    ahead = [0] if prefetch else []
+    assert model.filled == [*step, *skipped, *skipped, *step, *ahead]
+
+
+def test_a_block_fetched_ahead_in_vain_makes_room_for_those_that_run():
+    model = Steps(5, prefetch=2)
+    assert model.run(0)
+    model.runner.expect([model.blocks[3], model.blocks[4]])
+    assert model.run(3, 4)
+    model.runner._filler._thread.shutdown(wait=True)
+    assert model.filled == [0, 1, 2, 3, 4]
+
+
 def test_a_block_that_fails_gives_its_slot_back():
     model = Steps(3, prefetch=1)
     for _ in range(4):

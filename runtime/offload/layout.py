@@ -14,6 +14,11 @@ ALIGNMENT = 64
 """Where each tensor begins: no kernel asks for more."""
 
 
+def aligned(nbytes: int) -> int:
+    """So many bytes and those up to the next place where a tensor may begin."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True)
 class Held:
     """A matrix of a block: which core of a Linear has it under which name, and what it is like.
@@ -28,12 +33,12 @@ class Held:
 
     @classmethod
     def all_of(cls, block: nn.Module) -> list[Held]:
-        """Every tensor of every core in a block."""
+        """Every tensor of every core in a block, but for biases that a core has in a list."""
         return [
             cls(module, leaf, parameter.shape, parameter.dtype)
             for module in block.modules()
             if isinstance(module, Core)
-            for leaf, parameter in module.named_parameters()
+            for leaf, parameter in module.named_parameters(recurse=False)
         ]
 
     @property
@@ -55,16 +60,15 @@ class Layout:
     """Where each of some tensors lies in a buffer of `nbytes`."""
 
     def __init__(self, held: Sequence[Held]) -> None:
-        self.held, self._offsets, self.nbytes = tuple(held), [], 0
+        self.held, self.spans, self.nbytes = tuple(held), [], 0
         for each in held:
-            self._offsets.append(self.nbytes)
-            self.nbytes += -(-each.nbytes // ALIGNMENT) * ALIGNMENT
+            self.spans.append(slice(self.nbytes, self.nbytes + each.nbytes))
+            self.nbytes += aligned(each.nbytes)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in a buffer of bytes."""
         return [
-            buffer[offset : offset + each.nbytes].view(each.dtype).view(each.shape)
-            for offset, each in zip(self._offsets, self.held, strict=True)
+            buffer[span].view(each.dtype).view(each.shape) for span, each in zip(self.spans, self.held, strict=True)
         ]
 
     def put(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ CHUNK_BYTES = 8 << 20
 
 
 class TensorFile:
-    """The tensors of a file, each to be sliced, in the form of safetensors' own `safe_open`. One thread at a time reads it.
+    """The tensors of a file, each to be sliced, in the form of safetensors' own `safe_open`.
 
     `entries` are those of a file that is no .safetensors file, counted from its start.
     """
@@ -46,20 +47,43 @@ class TensorFile:
 
     def read_into(self, tensor: torch.Tensor, place: int) -> None:
         """Fill a contiguous tensor from a place within the data. Raises `OSError` when the file ends before."""
-        buffer = memoryview(tensor.view(-1).view(torch.uint8).numpy())
-        self._file.seek(self._start + place)
+        buffer, place = memoryview(tensor.view(-1).view(torch.uint8).numpy()), self._start + place
         while len(buffer):
-            count = self._file.readinto(buffer)
+            count = self._read(buffer, place)
             if not count:
                 raise OSError(f"{self._file.name} ended while it was read: it has been changed")
-            buffer = buffer[count:]
+            buffer, place = buffer[count:], place + count
+
+    def announce(self, place: int, nbytes: int) -> None:
+        """Say what is read next, so that the system asks the disk for all of it at once."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), self._start + place, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def _read(self, buffer: memoryview, place: int) -> int:
+        if hasattr(os, "preadv"):  # moves no position, which another thread may be using
+            return os.preadv(self._file.fileno(), [buffer], place)
+        self._file.seek(place)
+        return self._file.readinto(buffer)
 
 
 class StoredTensor:
     """A tensor in a file, sliced as the one that it holds would be."""
 
     def __init__(self, file: TensorFile, entry: TensorEntry) -> None:
-        self._file, self._entry, self._dtype = file, entry, DTYPES[entry.dtype]
+        self._file, self._entry, self.dtype = file, entry, DTYPES[entry.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in the file."""
+        return self._entry.end - self._entry.start
+
+    def read_into(self, buffer: torch.Tensor, start: int) -> None:
+        """Fill a buffer of bytes from one of its bytes on."""
+        self._file.read_into(buffer, self._entry.start + start)
+
+    def announce(self, start: int, nbytes: int) -> None:
+        """Say which of its bytes are read next."""
+        self._file.announce(self._entry.start + start, nbytes)
 
     def get_shape(self) -> list[int]:
         """Its sizes."""
@@ -83,7 +107,7 @@ class StoredTensor:
 
     def _rows(self, rows: range) -> torch.Tensor:
         shape = (len(rows), *self._entry.shape[1:]) if self._entry.shape else ()
-        tensor = torch.empty(shape, dtype=self._dtype)
+        tensor = torch.empty(shape, dtype=self.dtype)
         start = self._entry.start + rows.start * (self._row_bytes if self._entry.shape else 0)
         self._file.read_into(tensor, start)
         return tensor

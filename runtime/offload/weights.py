@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from .layout import Layout
-
-Read = Callable[[], Iterator[torch.Tensor]]
-"""The tensors of a layout, in its order, read anew."""
+from .parts import MemoryPart, Part
 
 
 class BlockWeights(Protocol):
@@ -18,20 +16,37 @@ class BlockWeights(Protocol):
 
     layout: Layout
 
-    def fill(self, buffer: torch.Tensor) -> None:
-        """Copy them into a buffer of bytes on the device, as the layout says."""
+    def fill(self, buffer: torch.Tensor, start: int = 0) -> None:
+        """Copy them, from one of the layout's bytes on, into a buffer of bytes on the device."""
+
+
+class Piece(NamedTuple):
+    """What a buffer takes of a part: from which byte of the part, to where in the buffer."""
+
+    part: Part
+    start: int
+    place: slice
 
 
 class ReadWeights:
-    """Read tensor by tensor each time: from their file, or from where the modules hold them in host memory."""
+    """Read part by part each time: from their file, or from where the modules hold them in host memory."""
 
-    def __init__(self, layout: Layout, read: Read) -> None:
-        self.layout, self._read = layout, read
+    def __init__(self, layout: Layout, parts: Sequence[Part]) -> None:
+        self.layout, self._parts = layout, tuple(parts)
 
-    def fill(self, buffer: torch.Tensor) -> None:
-        """Read them into a buffer of bytes on the device."""
-        for view, tensor in zip(self.layout.views(buffer), self._read(), strict=True):
-            view.copy_(tensor)
+    def fill(self, buffer: torch.Tensor, start: int = 0) -> None:
+        """Read them into a buffer of bytes on the CPU."""
+        pieces = list(self._pieces(start, start + len(buffer)))
+        for part, first, place in pieces:
+            part.announce(first, place.stop - place.start)
+        for part, first, place in pieces:
+            part.read_into(buffer[place], first)
+
+    def _pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        for part, span in zip(self._parts, self.layout.spans, strict=True):
+            first, last = max(start, span.start), min(stop, span.stop)
+            if first < last:
+                yield Piece(part, first - span.start, slice(first - start, last - start))
 
 
 class PinnedWeights:
@@ -43,9 +58,39 @@ class PinnedWeights:
         for view, each in zip(layout.views(self._piece), layout.held, strict=True):
             view.copy_(each.tensor)
 
-    def fill(self, buffer: torch.Tensor) -> None:
+    def fill(self, buffer: torch.Tensor, start: int = 0) -> None:
         """Copy them into a buffer of bytes on the device."""
-        buffer[: self.layout.nbytes].copy_(self._piece, non_blocking=True)
+        piece = self._piece[start : start + len(buffer)]
+        buffer[: len(piece)].copy_(piece, non_blocking=True)
+
+
+class Staging:
+    """A pinned buffer through which what is read from a file comes to a GPU, one block after the other."""
+
+    def __init__(self, nbytes: int, *, device: torch.device) -> None:
+        self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._copied: torch.cuda.Event | None = None
+
+    def fill(self, buffer: torch.Tensor, weights: ReadWeights, start: int) -> None:
+        """Read weights, from one of their bytes on, into a buffer on the device, once the block before has been copied."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        read = self._buffer[: min(len(buffer), weights.layout.nbytes - start)]
+        weights.fill(read, start)
+        buffer[: len(read)].copy_(read, non_blocking=True)
+        if buffer.is_cuda:
+            self._copied = torch.cuda.current_stream().record_event()
+
+
+class StagedWeights:
+    """Weights that are read from a file, for a device that the file cannot be read into."""
+
+    def __init__(self, weights: ReadWeights, staging: Staging) -> None:
+        self.layout, self._weights, self._staging = weights.layout, weights, staging
+
+    def fill(self, buffer: torch.Tensor, start: int = 0) -> None:
+        """Copy them into a buffer of bytes on the device."""
+        self._staging.fill(buffer, self._weights, start)
 
 
 def host_weights(layout: Layout, *, pinned: bool) -> BlockWeights:
@@ -54,5 +99,4 @@ def host_weights(layout: Layout, *, pinned: bool) -> BlockWeights:
     """
     if pinned:
         return PinnedWeights(layout)
-    tensors = [each.tensor.detach() for each in layout.held]
-    return ReadWeights(layout, lambda: iter(tensors))
+    return ReadWeights(layout, [MemoryPart(each.tensor.detach()) for each in layout.held])

@@ -23,8 +23,14 @@ class Core(nn.Module):
         super().__init__()
         self.cut, self.stored = cut, stored
 
-    def part(self, leaf: str) -> Cut:
-        """How much of a stored tensor this rank keeps. Of the bias, which `ParallelLinear` holds, as much as of the output."""
+    def holder(self, leaf: str) -> tuple[Core, str]:
+        """The core that takes a stored tensor, which may be one of several in here, and what that one calls it."""
+        return self, leaf
+
+    def part(self, leaf: str) -> Cut | None:
+        """How much of a stored tensor this rank keeps; None of one that is of no use. Of the bias, which `ParallelLinear`
+        holds, as much as of the output.
+        """
         return self.cut if leaf != "bias" or self.cut.dim == 0 else WHOLE
 
     def place(self, leaf: str, tensor: torch.Tensor) -> None:

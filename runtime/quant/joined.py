@@ -32,16 +32,18 @@ class JoinedCore(Core):
         """Of the ranks that share the inputs the first adds it."""
         return not self.cut.spans or self.cut.spans[0].start == 0
 
+    def holder(self, leaf: str) -> tuple[Core, str]:
+        own, _, number = leaf.partition("@")
+        return (self, leaf) if own == "bias" else (self.cores[int(number)], own)
+
     def part(self, leaf: str) -> Cut:
+        """How much of a bias this rank keeps, as the core that it belongs to says."""
         own, _, number = leaf.partition("@")
         return self.cores[int(number)].part(own)
 
     def place(self, leaf: str, tensor: torch.Tensor) -> None:
-        own, _, number = leaf.partition("@")
-        if own == "bias":
-            self.biases[int(number)] = nn.Parameter(tensor, requires_grad=False)
-        else:
-            self.cores[int(number)].place(own, tensor)
+        """Take a bias."""
+        self.biases[int(leaf.partition("@")[2])] = nn.Parameter(tensor, requires_grad=False)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`(..., in)` -> `(..., out)`."""

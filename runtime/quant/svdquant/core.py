@@ -42,7 +42,9 @@ class SVDQuantCore(Core):
             held = torch.empty(self._local.shape(leaf), dtype=self._dtype(leaf, linear), device="meta")
             self.register_parameter(leaf, nn.Parameter(held, requires_grad=False))
 
-    def part(self, leaf: str) -> Cut | PackedCut | PlainCut:
+    def part(self, leaf: str) -> Cut | PackedCut | PlainCut | None:
+        if leaf in UNUSED:
+            return None
         if not self.stored.shapes:
             return WHOLE if leaf == "weight" else super().part(leaf)
         return PlainCut(BIAS, self._full, self._rows) if leaf == BIAS else self._part(leaf)
@@ -51,7 +53,7 @@ class SVDQuantCore(Core):
         if leaf == "weight":
             for made, packed in pack_on_load(tensor, self._full).items():
                 super().place(made, self._part(made).take(packed))
-        elif leaf not in UNUSED:
+        else:
             super().place(leaf, tensor)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
