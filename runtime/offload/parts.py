@@ -79,13 +79,13 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def stored_part(stored: StoredTensor, rows: Rows, cut: Any, *, shape: torch.Size, dtype: torch.dtype) -> Part:
+def stored_part(stored: Any, rows: Rows, cut: Any, *, shape: torch.Size, dtype: torch.dtype) -> Part:
     """A rank's part, by its cut, of those rows of a stored tensor, or of all; of this shape, used in this number format."""
     if not isinstance(cut, Cut):  # packed: only the whole of it can be cut
         return MadePart(shape, dtype, lambda start, stop: cut.take(stored)[start:stop])
     own_rows, columns = (cut.spans, ()) if cut.dim == 0 else ((), cut.spans)
     spans = (*rows, *own_rows)
-    if dtype == stored.dtype and len(spans) <= 1 and not columns:
+    if isinstance(stored, StoredTensor) and dtype == stored.dtype and len(spans) <= 1 and not columns:
         return SpanPart(stored, spans[0].start * (stored.nbytes // stored.get_shape()[0]) if spans else 0)
     source = stored
     for chosen in filter(None, (rows, own_rows)):
