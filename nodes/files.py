@@ -22,6 +22,7 @@ GGUF_SUFFIX, GGUF_FOLDERS = ".gguf", ("diffusion_models", "checkpoints")
 """ComfyUI's own lists leave such files out."""
 MODEL_FOLDERS = ("diffusion_models", "checkpoints", "diffusers")
 BUILT_IN = "built in"
+NONE = "none"
 
 
 def model_choices() -> list[str]:
@@ -35,17 +36,20 @@ def component_choices(folder: str, part: str) -> list[str]:
     return [FROM_MODEL, *_names(folder), *_parts(part)]
 
 
-def find_model(choice: str) -> str:
-    """Absolute path of a model by its choice (the built-in model stays a name). Raises `ValueError` with the way out."""
-    _check_name("model", choice)
+def find_model(choice: str, what: str = "model") -> str:
+    """Absolute path of a model by its choice in the widget `what` (the built-in model stays a name).
+
+    Raises `ValueError` with the way out.
+    """
+    _check_name(what, choice)
     found = _found(MODEL_FOLDERS, built_in=TINY_SHAPES)
     name, folder = _parted(choice)
     folders = found.get(name, [])
     if folder not in folders and len(folders) > 1:
         choices = ", ".join(_label(name, each, found) for each in folders)
-        raise ValueError(f"model {choice!r} is in more than one folder: choose one of {choices}")
+        raise ValueError(f"{what} {choice!r} is in more than one folder: choose one of {choices}")
     if not folders or (folder and folder not in folders):
-        raise ValueError(_not_found("model", choice, list(found), MODEL_FOLDERS))
+        raise ValueError(_not_found(what, choice, list(found), MODEL_FOLDERS))
     return _path(folder or folders[0], name)
 
 
@@ -74,10 +78,18 @@ def find_lora(choice: str) -> str:
     return _path("loras", choice)
 
 
-def find_all(model: str, *, text_encoder: str, text_encoder_2: str, vae: str) -> dict[str, str]:
+def second_model_choices() -> list[str]:
+    """What the combo of a second expert offers: none first."""
+    return [NONE, *(choice for choice in model_choices() if choice != TINY_SHAPES)]
+
+
+def find_all(
+    model: str, *, text_encoder: str, text_encoder_2: str, vae: str, model_low_noise: str = NONE
+) -> dict[str, str]:
     """Path of the model and of each component, by the name of its widget. Raises `ValueError` with the way out."""
     return {
         "model": find_model(model),
+        "model_low_noise": "" if model_low_noise == NONE else find_model(model_low_noise, "model_low_noise"),
         "text_encoder": find_component("text_encoder", text_encoder, "text_encoders", "text_encoder"),
         "text_encoder_2": find_component("text_encoder_2", text_encoder_2, "text_encoders", "text_encoder_2"),
         "vae": find_component("vae", vae, "vae", "vae"),

@@ -75,6 +75,28 @@ class OutriggerLoadModel(io.ComfyNode):
                     tooltip="Which weights are on the device, from Configure Memory. Unconnected: all of them.",
                 ),
                 Speed.Input("speed", optional=True, tooltip="Reserved for Configure Speed of a later version."),
+                io.Combo.Input(
+                    "model_low_noise",
+                    options=files.second_model_choices(),
+                    optional=True,
+                    default=files.NONE,
+                    tooltip=(
+                        "The expert of low noise, for the two files of Wan 2.2 A14B; the one of high noise is the model. A "
+                        "Diffusers folder has both."
+                    ),
+                ),
+                advanced(
+                    io.Float.Input(
+                        "boundary",
+                        optional=True,
+                        default=0.0,
+                        min=0.0,
+                        max=1.0,
+                        step=0.005,
+                        round=0.001,
+                        tooltip="Noise level (sigma) below which the expert of low noise takes over. 0 takes the model's own.",
+                    )
+                ),
             ],
             outputs=[
                 Model.Output(
@@ -103,10 +125,12 @@ class OutriggerLoadModel(io.ComfyNode):
         text_encoder: str = FROM_MODEL,
         text_encoder_2: str = FROM_MODEL,
         vae: str = FROM_MODEL,
+        model_low_noise: str = files.NONE,
         **others: Any,
     ) -> str:
         """Changes when a file behind a name changes."""
-        return files.stamp(files.find_all(model, text_encoder=text_encoder, text_encoder_2=text_encoder_2, vae=vae))
+        parts = {"text_encoder": text_encoder, "text_encoder_2": text_encoder_2, "vae": vae}
+        return files.stamp(files.find_all(model, model_low_noise=model_low_noise, **parts))
 
     @classmethod
     def execute(
@@ -120,17 +144,28 @@ class OutriggerLoadModel(io.ComfyNode):
         parallel: Any = None,
         memory: Any = None,
         speed: Any = None,
+        model_low_noise: str = files.NONE,
+        boundary: float = 0.0,
     ) -> io.NodeOutput:
         if speed is not None:
             raise ValueError("speed: disconnect this input: this version of Outrigger has no speed settings yet")
-        paths = files.find_all(model, text_encoder=text_encoder, text_encoder_2=text_encoder_2, vae=vae)
+        parts = {"text_encoder": text_encoder, "text_encoder_2": text_encoder_2, "vae": vae}
+        paths = files.find_all(model, model_low_noise=model_low_noise, **parts)
         sockets = {
             "parallel": (parallel, settings.ParallelSettings, "Outrigger Configure Parallelism"),
             "memory": (memory, settings.MemorySettings, "Outrigger Configure Memory"),
         }
         given = {name: _given(name, *each) for name, each in sockets.items() if each[0] is not None}
         return io.NodeOutput(
-            in_our_words(settings.ModelSettings, **paths, dtype=dtype, quant=quant, stamp=files.stamp(paths), **given)
+            in_our_words(
+                settings.ModelSettings,
+                **paths,
+                dtype=dtype,
+                quant=quant,
+                boundary=boundary,
+                stamp=files.stamp(paths),
+                **given,
+            )
         )
 
 

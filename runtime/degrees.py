@@ -91,7 +91,8 @@ class Needs:
 
     def bytes_per_rank(self, tensor: int) -> int:
         """What the weights of a rank take on its device; 0 where that is not known."""
-        return bytes_per_rank(self.facts, dtype=self.dtype, tensor=tensor, offload=self.offload)
+        held = {"dtype": self.dtype, "tensor": tensor, "offload": self.offload}
+        return sum(bytes_per_rank(each, **held) for each in self.facts.experts)
 
     def fits(self, tensor: int, share: float = WEIGHTS_SHARE) -> bool:
         """Whether the weights leave enough of the memory free, as far as that is known."""

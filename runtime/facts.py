@@ -38,6 +38,9 @@ class ModelFacts:
     """What a model is and where its parts are. `sources` is empty for a model with random weights; `shapes` are those of
     the transformer's tensors by the names that its class has for them, empty where they are not known. `stored` names
     the Linears that are not held as a plain weight.
+
+    `transformer_2` is a second expert beside this one in a folder. Of a pair that runs as one model, this is the expert of
+    high noise and `low_noise` the other, which takes over below the sigma `boundary`.
     """
 
     name: str
@@ -52,11 +55,19 @@ class ModelFacts:
     text_encoder: Path | None = None
     tokenizer: Path | None = None
     vae: Path | None = None
+    transformer_2: Path | None = None
+    low_noise: ModelFacts | None = field(default=None, repr=False)
+    boundary: float = 0.0
 
     @property
     def spec(self) -> FamilySpec:
         """The family's."""
         return FAMILIES[self.family]
+
+    @property
+    def experts(self) -> tuple[ModelFacts, ...]:
+        """The transformers that take turns: this one, and the expert of low noise where there is one."""
+        return (self,) if self.low_noise is None else (self, self.low_noise)
 
 
 def facts_of(family: FamilySpec, config: Mapping[str, Any], *, name: str = "", **parts: Any) -> ModelFacts:

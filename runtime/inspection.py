@@ -25,6 +25,8 @@ from .tiny_shapes import MODEL_FOLDER
 RANDOM = "random:"
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+PARTS = ("text_encoder", "tokenizer", "vae", "transformer_2")
+"""Folders of a pipeline beside its transformer."""
 RECORDED = Path(__file__).resolve().parent / "families" / "tiny"
 """Written by `python -m tests.record_tiny`."""
 ALIKE = 0.75
@@ -122,14 +124,11 @@ def _pipeline_folder(path: Path) -> ModelFacts:
     if not any(pipeline in family.pipeline_classes for family in FAMILIES.values()):
         supported = ", ".join(name for family in FAMILIES.values() for name in family.pipeline_classes)
         raise Refused(f"{path} is a {pipeline} model, which is not available yet. Available: {supported}")
-    if (path / "transformer_2").is_dir():
-        raise Refused(
-            f"{path} has two experts (transformer and transformer_2), which is not available yet as one model: choose "
-            f"{path / 'transformer'} or {path / 'transformer_2'} and use one after the other"
-        )
-    facts = _transformer_folder(path / "transformer")
-    parts = {part: path / part for part in ("text_encoder", "tokenizer", "vae") if (path / part).is_dir()}
-    return replace(facts, **parts)
+    parts = {part: path / part for part in PARTS if (path / part).is_dir()}
+    boundary = index.get("boundary_ratio") or 0.0
+    if type(boundary) is not float or not 0.0 <= boundary <= 1.0:
+        raise Refused(f"{path / 'model_index.json'} says boundary_ratio {boundary!r}, no part of 1: download it again")
+    return replace(_transformer_folder(path / "transformer"), boundary=boundary, **parts)
 
 
 def _transformer_folder(path: Path) -> ModelFacts:

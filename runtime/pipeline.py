@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,12 +12,13 @@ from .checkpoint import build_transformer, fill_transformer
 from .components import AUTO_DTYPE, Components, check_parts
 from .conditions import ConditioningReader
 from .encoders.remembered import RememberedPrompts
+from .experts import inspect_settings
 from .guidance import Denoiser, Entry
-from .inspection import ModelFacts, inspect_model
+from .inspection import ModelFacts
 from .linear import hold_hooks, swap_linears
 from .lora.apply import Loras
 from .mesh import Mesh
-from .prediction import Predictor, check_positions
+from .prediction import ByNoise, Predictor, check_positions
 from .previews import Draw, previewer
 from .progress import ReportProgress
 from .protocol import Conditioning, Sample
@@ -41,27 +43,36 @@ SAMPLING = "sampling"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+class Expert(NamedTuple):
+    """A transformer that is ready to run, and what is put on it."""
+
+    transformer: nn.Module
+    facts: ModelFacts
+    loras: Loras
+
+
 class Pipeline:
     """One rank's share of a model. All ranks make the same calls with the same values."""
 
     def __init__(
         self,
-        transformer: nn.Module,
+        experts: Iterable[Expert],
         facts: ModelFacts,
         *,
         settings: ModelSettings,
         mesh: Mesh,
         sequence: Sequence,
-        loras: Loras,
         components: Components,
     ) -> None:
-        self.transformer = transformer
-        self.facts, self._family, self._mesh = facts, facts.spec, mesh
-        self._sequence, self._loras, self._components = sequence, loras, components
+        self.experts, self.facts = tuple(experts), facts
+        self._family, self._mesh = facts.spec, mesh
+        self._sequence, self._components = sequence, components
+        config = self.transformer.config
         self._dtype = _dtype(settings, mesh)
-        self._reader = ConditioningReader(facts.spec, transformer.config, dtype=self._dtype, device=mesh.device)
-        self._positions: int | None = transformer.config[facts.spec.positions] if facts.spec.positions else None
-        predict = Predictor(transformer, facts.spec, dtype=self._dtype)
+        self._reader = ConditioningReader(facts.spec, config, dtype=self._dtype, device=mesh.device)
+        self._positions: int | None = config[facts.spec.positions] if facts.spec.positions else None
+        predictors = [Predictor(each.transformer, facts.spec, dtype=self._dtype) for each in self.experts]
+        predict = ByNoise(*predictors, boundary=facts.boundary) if len(predictors) > 1 else predictors[0]
         replicas = mesh.group("data")
         self._predict = predict if replicas is None else Replicas(predict, replicas)
 
@@ -74,38 +85,28 @@ class Pipeline:
         progress: ReportProgress,
         prompts: RememberedPrompts | None = None,
     ) -> Pipeline:
-        """Everything that changes a model, in this order. Encoder and VAE are read when they are first used."""
-        facts = inspect_model(settings.model, quant=settings.quant)
+        """The transformer, or the pair of them. Encoder and VAE are read when they are first used."""
+        facts = inspect_settings(settings)
         check_parts(settings)
-        transformer, shapes = build_transformer(facts)
-        swap_linears(
-            transformer,
-            facts.spec.tensor,
-            head_dim=facts.head_dim,
-            group=mesh.group("tensor"),
-            stored=facts.stored,
-        )
-        held = {"shapes": shapes, "dtype": _dtype(settings, mesh), "device": mesh.device}
-        streamed = choose_streamed(transformer, facts, settings.memory, **held)
-        fill_transformer(transformer, facts, streamed=streamed, progress=progress, **held)
         sequence = Sequence(mesh, heads=facts.heads // mesh.degree("tensor"), joined=facts.spec.split.joined)
-        if sequence.can_split:
-            hold_hooks(transformer, [place.module for place in facts.spec.split.gathered])
-            split_tokens(transformer, facts.spec.split, self_attention=facts.spec.self_attention, sequence=sequence)
-        stream_weights(transformer, facts, streamed, settings.memory, **held)
-        loras = Loras(transformer, facts.spec, **held)
-        loras.use(settings.loras)
+        experts = [
+            _load_expert(each, settings, mesh=mesh, sequence=sequence, progress=progress) for each in facts.experts
+        ]
         components = Components(settings, facts, mesh=mesh, prompts=prompts)
-        return cls(
-            transformer, facts, settings=settings, mesh=mesh, sequence=sequence, loras=loras, components=components
-        )
+        return cls(experts, facts, settings=settings, mesh=mesh, sequence=sequence, components=components)
+
+    @property
+    def transformer(self) -> nn.Module:
+        """The first of the experts; of most models the only one."""
+        return self.experts[0].transformer
 
     def use_loras(self, loras: Iterable[LoraSettings]) -> tuple[str, ...]:
         """Sample with these and no others from now on, without loading the model again; a line to tell of each.
 
         Raises `Refused` when one of them cannot be used; then nothing has changed.
         """
-        return self._loras.use(loras)
+        chosen = tuple(loras)
+        return tuple(line for expert in self.experts for line in expert.loras.use(chosen))
 
     def encode_text(self, text: str, *, progress: ReportProgress) -> Conditioning | None:
         """The conditioning of a prompt; None on every rank but the first. Raises `Refused` without a text encoder."""
@@ -190,6 +191,26 @@ class Pipeline:
         if notice:
             progress(SAMPLING, 0, 1, notice=notice, together=False)
         return StepReporter(progress, draw=draw)
+
+
+def _load_expert(
+    facts: ModelFacts, settings: ModelSettings, *, mesh: Mesh, sequence: Sequence, progress: ReportProgress
+) -> Expert:
+    """Everything that changes a transformer, in this order."""
+    transformer, shapes = build_transformer(facts)
+    swap_linears(
+        transformer, facts.spec.tensor, head_dim=facts.head_dim, group=mesh.group("tensor"), stored=facts.stored
+    )
+    held = {"shapes": shapes, "dtype": _dtype(settings, mesh), "device": mesh.device}
+    streamed = choose_streamed(transformer, facts, settings.memory, **held)
+    fill_transformer(transformer, facts, streamed=streamed, progress=progress, **held)
+    if sequence.can_split:
+        hold_hooks(transformer, [place.module for place in facts.spec.split.gathered])
+        split_tokens(transformer, facts.spec.split, self_attention=facts.spec.self_attention, sequence=sequence)
+    stream_weights(transformer, facts, streamed, settings.memory, **held)
+    loras = Loras(transformer, facts.spec, **held)
+    loras.use(settings.loras)
+    return Expert(transformer, facts, loras)
 
 
 class StepReporter:

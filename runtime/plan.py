@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from .comparison import tolerance_for
 from .degrees import Degrees, Needs
 from .errors import Refused
+from .experts import inspect_settings
 from .footprint import ON_DEVICE
-from .inspection import ModelFacts, inspect_model
+from .inspection import ModelFacts
 from .machine import Machine
 from .settings import AXES, MAX_DEGREE, MemorySettings, ModelSettings, ParallelSettings
 from .stored import GROUPS
@@ -72,7 +73,7 @@ class Holding:
 
 def plan_model(model: ModelSettings, machine: Machine) -> Plan:
     """The plan of a model's settings. Raises as `make_plan`, and `Refused` for a model that cannot be used."""
-    facts = inspect_model(model.model, quant=model.quant)
+    facts = inspect_settings(model)
     return make_plan(model.parallel, facts, machine, dtype=model.dtype, offload=model.memory)
 
 

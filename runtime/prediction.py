@@ -10,6 +10,7 @@ from torch import nn
 
 from .errors import Refused
 from .families.spec import FamilySpec
+from .guidance import Predict
 from .protocol import Conditioning
 from .tokens import image_ids, pack, pad_to_patch, patches, unpack
 
@@ -40,6 +41,21 @@ class Predictor:
             output = unpack(output, latent_shape, family.patch)
         output = output[tuple(slice(size) for size in x.shape)]
         return x - output.float() * sigma
+
+
+class ByNoise:
+    """A `predict` of two experts: one for noise levels from `boundary` up, the other for those below it.
+
+    Every rank is given the same sigma, and so turns to the same expert.
+    """
+
+    def __init__(self, high: Predict, low: Predict, *, boundary: float) -> None:
+        self._high, self._low, self._boundary = high, low, boundary
+
+    def __call__(self, x: torch.Tensor, sigma: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+        """What the expert for this sigma predicts."""
+        predict = self._high if float(sigma) >= self._boundary else self._low
+        return predict(x, sigma, conditioning)
 
 
 def _input(source: str, conditioning: Conditioning, pictures: tuple[torch.Tensor, ...], patch: tuple[int, ...]) -> Any:

@@ -174,6 +174,9 @@ class ModelSettings(Settings):
     `text_encoder`, `text_encoder_2` and `vae` are "from model" or the absolute path of a file or folder. `stamp` changes
     when one of the files changes, so that a file replaced in place is another model. `loras` are put on in their order, and
     changed without loading the model again.
+
+    `model_low_noise` is a second expert, which runs below the sigma `boundary`: empty for none, or for the one in the
+    model's own folder; 0 for the boundary that the family or the folder has.
     """
 
     model: str = Field(min_length=1)
@@ -186,6 +189,8 @@ class ModelSettings(Settings):
     loras: tuple[LoraSettings, ...] = Field(default=(), max_length=MAX_LORAS)
     memory: MemorySettings = MemorySettings()
     stamp: str = Field(default="", max_length=256)
+    model_low_noise: str = ""
+    boundary: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
 
     def __repr__(self) -> str:
         return f"<Outrigger model {self.model.rsplit('/', 1)[-1]} {self.dtype} on {self.parallel.devices}>"

@@ -125,5 +125,5 @@ def write(path: Path, tensors: dict[str, torch.Tensor], strength: float = 1.0) -
 
 def weights_of(pipeline: Pipeline) -> dict[str, torch.Tensor]:
     """Every weight of the transformer, whatever holds it; and the pairs beside them."""
-    model = pipeline._loras._model
+    model = pipeline.transformer
     return {name.replace(".core.", "."): parameter for name, parameter in model.named_parameters()}

@@ -66,16 +66,16 @@ def small_model(path: Path):
     config = getattr(supported_models, described["class"])(described["unet_config"])
     config.set_inference_dtype(torch.float32, None)
     model = config.get_model({}, "")
-    weights = dict(random_weights(model.diffusion_model.state_dict()))
+    weights = dict(random_weights(model.diffusion_model.state_dict(), seed=described.get("seed", 0)))
     model.diffusion_model.load_state_dict(weights)
     save_file(weights, path.with_suffix(".safetensors"))
     device = model_management.get_torch_device()
     return model_patcher.ModelPatcher(model, load_device=device, offload_device=device)
 
 
-def random_weights(tensors: dict[str, torch.Tensor]):
+def random_weights(tensors: dict[str, torch.Tensor], *, seed: int):
     """Weights of a size that keeps activations near 1."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     for name, tensor in tensors.items():
         drawn = torch.randn(tensor.shape, generator=generator)
         if drawn.ndim > 1:

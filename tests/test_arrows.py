@@ -39,6 +39,7 @@ FACTS = (
     "facts",
     "nunchaku_file",
     "inspection",
+    "experts",
     "machine",
     "degrees",
     "plan",

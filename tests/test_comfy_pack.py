@@ -20,7 +20,8 @@ from tests.graphs import PLAN, WORKFLOWS, picture, template
 pytestmark = pytest.mark.comfy
 
 NODE_INPUTS = {
-    "OutriggerLoadModel": "model* dtype quant text_encoder text_encoder_2 vae parallel memory speed",
+    "OutriggerLoadModel": "model* dtype quant text_encoder text_encoder_2 vae parallel memory speed "
+    "model_low_noise boundary",
     "OutriggerLora": "model* lora_name* strength_model fuse",
     "OutriggerParallelism": "devices ulysses ring tensor cfg data",
     "OutriggerMemory": "offload resident_blocks prefetch text_encoder_device vae_device",

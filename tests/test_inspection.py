@@ -69,7 +69,9 @@ def test_a_diffusers_folder_gives_its_parts(tmp_path, model):
     assert facts.config["patch_size"] == (1, 2, 2)
     assert inspect_model(str(tmp_path / "transformer")).config == facts.config
     (tmp_path / "transformer_2").mkdir()
-    with pytest.raises(Refused, match=r"two experts.*transformer_2"):
+    assert inspect_model(str(tmp_path)).transformer_2 == tmp_path / "transformer_2"
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline", "boundary_ratio": 7.5}))
+    with pytest.raises(Refused, match=r"boundary_ratio 7\.5, no part of 1"):
         inspect_model(str(tmp_path))
 
 

@@ -44,7 +44,7 @@ def latent(pipeline: Pipeline) -> torch.Tensor:
 
 
 def pairs_of(pipeline: Pipeline) -> int:
-    return sum(len(module.pairs) for module in pipeline._loras._model.modules() if isinstance(module, ParallelLinear))
+    return sum(len(module.pairs) for module in pipeline.transformer.modules() if isinstance(module, ParallelLinear))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_a_lora_is_its_product_added_to_the_weight(tmp_path):
     tensors, strength = kohya(LAYERS, Draw(1)), -0.7
     pipeline, reference = load(), load()
     for layer in LAYERS:
-        weight = reference._loras._model.get_parameter(f"{layer}.weight")
+        weight = reference.transformer.get_parameter(f"{layer}.weight")
         weight.data = (weight.double() + strength * added(tensors, layer)).float()
     plain = latent(pipeline)
     [report] = pipeline.use_loras([write(tmp_path / "lora.safetensors", tensors, strength)])
@@ -251,7 +251,7 @@ def test_of_two_adapters_in_a_file_the_second_is_told_of(tmp_path):
     pipeline = load()
     [report] = pipeline.use_loras([write(tmp_path / "lora.safetensors", first | second)])
     assert report.endswith("1 target applied; not applied: " + ", ".join(sorted(second)))
-    [pair] = pipeline._loras._model.blocks[0].attn1.to_q.pairs
+    [pair] = pipeline.transformer.blocks[0].attn1.to_q.pairs
     assert torch.equal(pair.down, first["diffusion_model.blocks.0.attn1.to_q.lora_A.a.weight"])
 
 

@@ -79,7 +79,7 @@ def test_one_rank_and_two_give_the_latent_of_full_products_beside_the_weights(qu
     plain = latent(reference, quant)
     for name in LAYERS:
         product = (STRENGTH * added(tensors, name)).float()
-        reference._loras._model.get_submodule(name).register_forward_hook(
+        reference.transformer.get_submodule(name).register_forward_hook(
             lambda module, args, output, product=product: output + args[0] @ product.T
         )
     expected = latent(reference, quant)

@@ -137,7 +137,7 @@ def test_layers_that_flux_fuses_are_split_to_ours(layout, tmp_path):
     expected = changed_weights({layer: 0.5 * up @ down for layer, (down, up) in drawn.items()}, parts)
     assert report == f"lora.safetensors: {len(expected)} targets applied"
     for layer, added_to in expected.items():
-        [pair] = pipeline._loras._model.get_submodule(layer).pairs
+        [pair] = pipeline.transformer.get_submodule(layer).pairs
         assert torch.allclose(pair.scale * pair.up @ pair.down, added_to, atol=1e-7), layer
 
 
@@ -147,9 +147,9 @@ def test_flux_has_the_shift_of_its_last_layer_behind_the_scale(tmp_path):
     name = "lora_unet_final_layer_adaLN_modulation_1"
     tensors = {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.diff_b": torch.arange(256.0)}
     pipeline = Pipeline.load(ModelSettings(model="random:flux"), mesh=Mesh.single(), progress=ignore_progress)
-    before = pipeline._loras._model.norm_out.linear.bias.clone()
+    before = pipeline.transformer.norm_out.linear.bias.clone()
     pipeline.use_loras([write(tmp_path / "lora.safetensors", tensors)])
-    linear = pipeline._loras._model.norm_out.linear
+    linear = pipeline.transformer.norm_out.linear
     shift, scale = (up @ down).chunk(2)
     assert torch.allclose(linear.pairs[0].up @ linear.pairs[0].down, torch.cat([scale, shift]), atol=1e-7)
     assert torch.allclose(linear.bias - before, torch.arange(256.0).roll(128), atol=1e-4)
@@ -177,7 +177,7 @@ def test_other_kinds_are_split_like_their_full_matrix(kind, tmp_path):
         changed = changed * get["dora_scale"] / full.norm(dim=1, keepdim=True)
     pipeline.use_loras([write(tmp_path / "lora.safetensors", tensors)])
     for part, expected in zip(parts, changed.chunk(3), strict=True):
-        layer = pipeline._loras._model.get_submodule(part)
+        layer = pipeline.transformer.get_submodule(part)
         weight = weights_of(pipeline)[f"{part}.weight"]
         for pair in getattr(layer, "pairs", ()):
             weight = weight + pair.scale * pair.up @ pair.down

@@ -38,7 +38,7 @@ def pipeline(tmp_path_factory) -> Pipeline:
 @pytest.fixture(scope="module")
 def files(pipeline, tmp_path_factory) -> list[Path]:
     """Four of rank 64 for every Linear of the blocks, and a DoRA."""
-    folder, shapes = tmp_path_factory.mktemp("loras"), pipeline._loras._shapes
+    folder, shapes = tmp_path_factory.mktemp("loras"), pipeline.experts[0].loras._shapes
     layers = {
         name.removesuffix(".weight"): tuple(shape)
         for name, shape in shapes.items()

@@ -33,6 +33,15 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--model", required=True, metavar="MODEL",
         help="a file or folder, a file name under a models folder, tiny-shapes, or random:FAMILY",
     )  # fmt: skip
+    parser.add_argument(
+        "--model-low-noise",
+        default="",
+        metavar="MODEL",
+        help="the expert of low noise, where --model is that of high noise",
+    )
+    parser.add_argument(
+        "--boundary", type=float, default=0.0, metavar="SIGMA", help="where it takes over; 0 for the model's own"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="number format of the weights")
     parser.add_argument("--quant", choices=QUANT_KINDS, default=QUANT_KINDS[0], help="quantisation of the weights")
     parser.add_argument(
@@ -74,6 +83,9 @@ def model_settings(chosen: argparse.Namespace, **parts: str) -> ModelSettings:
     memory = checked(MemorySettings, offload=chosen.offload, **amounts, **places)
     loras = tuple(map(_lora_settings, chosen.lora))
     fields = {"dtype": chosen.dtype, "quant": chosen.quant, "loras": loras, "memory": memory}
+    if chosen.model_low_noise:
+        fields["model_low_noise"] = find_model(chosen.model_low_noise)
+    fields["boundary"] = chosen.boundary
     model = checked(ModelSettings, model=find_model(chosen.model), **fields, **parts)
     return model.model_copy(update={"parallel": parallel})
 

@@ -153,7 +153,8 @@ class FamilySpec:
     `references` are the ways in which reference latents can be placed, its own one first, and `beside` is what it takes
     beside the channels of the latent. `text_encoders` says, where the model's own cannot be used yet, what they are and the
     way out. `nunchaku` are the 4-bit Linears that Nunchaku's files name in their own way or fuse; `after_gelu` is a pattern
-    of those whose input is the output of a GELU.
+    of those whose input is the output of a GELU. `boundary`, for an architecture that comes as a pair of experts, is the
+    sigma below which the one of low noise takes over.
     """
 
     name: str
@@ -194,6 +195,7 @@ class FamilySpec:
     beside: tuple[Literal["picture", "mask"], ...] = ()
     text_encoders: str = ""
     fused: tuple[Fused, ...] = ()
+    boundary: float = 0.0
 
     def packed_linears(self, linears: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """The 4-bit Linears of a file with the Linears of each, of those that the class has."""

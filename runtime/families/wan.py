@@ -1,6 +1,6 @@
 """Wan 2.1 and 2.2, text to picture and video (Wan Team 2025, arXiv:2503.20314).
 
-The two experts of Wan 2.2 A14B are two checkpoints of this family.
+The two experts of Wan 2.2 A14B are two checkpoints of one family.
 """
 
 from __future__ import annotations
@@ -194,4 +194,5 @@ WAN = FamilySpec(
     text_length=512,
     tiny=TINY,
     after_gelu=r"blocks\.\d+\.ffn\.net\.2",
+    boundary=0.875,
 )

@@ -68,6 +68,10 @@ def quantize(settings: QuantizeSettings, out: Path, *, progress: ReportProgress)
     facts = inspect_model(settings.model)
     if facts.stored:
         raise Refused(f"{facts.name} is quantised already: choose the bf16 file of the model")
+    if facts.transformer_2 is not None:
+        raise Refused(
+            f"{facts.name} has two experts: quantise its transformer folder and its transformer_2 folder each"
+        )
     folder = out.with_name(f"{out.name}.parts")
     _begin(folder, settings)
     model, shapes = build_transformer(facts)
