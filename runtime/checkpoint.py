@@ -23,7 +23,7 @@ from .linear import LocalPart, local_part
 from .offload.tensor_file import TensorFile
 from .parallel.lengths import length_of
 from .parallel.shares import WHOLE, RowsOf
-from .positions import CentredPositions
+from .positions import AxisPositions, CentredPositions
 from .progress import ReportProgress
 from .stored import WEIGHT_SCALE, Stored
 from .timesteps import TimestepWaves
@@ -33,7 +33,7 @@ REPORTS = 50
 """At most so many progress reports (and chances to cancel) in a load."""
 NAMED = 5
 RANDOM_SEED = 0
-STAND_INS = {"timestep waves": TimestepWaves, "centred positions": CentredPositions}
+STAND_INS = {"timestep waves": TimestepWaves, "centred positions": CentredPositions, "axis positions": AxisPositions}
 HOST = torch.device("cpu")
 
 
@@ -71,8 +71,10 @@ def build_transformer(facts: ModelFacts) -> tuple[nn.Module, Shapes]:
         model = model_class(**facts.config)
     for table in family.rebuilt:
         arguments = {argument: model.config[key] for argument, key in table.arguments}
-        kind = STAND_INS.get(table.stand_in) or type(model.get_submodule(table.module))
-        model.set_submodule(table.module, kind(**arguments))
+        parent, _, leaf = table.module.rpartition(".")
+        parent = model.get_submodule(parent)
+        kind = STAND_INS.get(table.stand_in) or type(getattr(parent, leaf))
+        setattr(parent, leaf, kind(**arguments))  # not everything that a class calls so is a module
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     return model.eval().requires_grad_(False), _as_stored(shapes, facts.stored)
 

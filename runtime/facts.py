@@ -76,7 +76,7 @@ def facts_of(family: FamilySpec, config: Mapping[str, Any], *, name: str = "", *
         name=name,
         family=family.name,
         heads=config[family.heads],
-        head_dim=config[family.head_dim],
+        head_dim=family.head_dim_of(config),
         layers=config[family.layers],
         config=MappingProxyType(dict(config)),
         **parts,

@@ -144,18 +144,19 @@ def _transformer_folder(path: Path) -> ModelFacts:
         other = families[0].unsupported_config(config)
         raise Refused(f"{path} is {other}, which is not available yet. Available: {titles}")
     config = {key: tuple(v) if isinstance(v, list) else v for key, v in config.items() if not key.startswith("_")}
-    for key in (family.heads, family.head_dim, family.layers):
+    sized = family.head_dim or family.width
+    for key in (family.heads, sized, family.layers):
         if type(config.get(key)) is not int or config[key] < 1:
             raise Refused(f"{path / 'config.json'} does not say {key}: the file is damaged, download it again")
     headers = {file: read_header(file) for file in _weight_files(path)}
     entries = {name: entry for header in headers.values() for name, entry in header.items()}
     layout = Layout.of(replace(family, renames=(), fused=()), entries)
     _refuse_formats(path, layout.stored_formats)
-    width = config[family.heads] * config[family.head_dim]
+    width = config[family.heads] * family.head_dim_of(config)
     if not any(width in entry.shape for entry in entries.values()):
         raise Refused(
-            f"{path / 'config.json'} says {family.heads} {config[family.heads]} and {family.head_dim} "
-            f"{config[family.head_dim]}, but no tensor is {width} wide: the file is damaged, download it again"
+            f"{path / 'config.json'} says {family.heads} {config[family.heads]} and {sized} "
+            f"{config[sized]}, but no tensor is {width} wide: the file is damaged, download it again"
         )
     sources = tuple(Source(file, {name: name for name in header}) for file, header in headers.items())
     return facts_of(family, config, sources=sources, shapes=layout.shapes, stored=_eight_bit(path, layout, family))

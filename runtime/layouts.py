@@ -46,7 +46,10 @@ class Layout:
         layout = cls()
         used = {name: entry for name, entry in header.items() if name.rpartition(".")[2] not in WITHOUT_USE}
         for stored, entry in used.items():
-            for name, rows in _meant(renamed(stored, family), entry.shape, family):
+            meant = renamed(stored, family)
+            if family.unused and re.fullmatch(family.unused, meant):
+                continue
+            for name, rows in _meant(meant, entry.shape, family):
                 layout.names[name] = stored
                 layout.shapes[name] = entry.shape
                 layout.formats[name] = entry.dtype

@@ -6,7 +6,6 @@ plain local tensors.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .families.spec import LinearShard, TensorSplit
+from .naming import modules_called
 from .parallel.shares import WHOLE, Cut, even_lengths, span
 from .parallel.tensor import add_up, gather_features, mean_square
 from .quant import CORES, Core
@@ -190,11 +190,12 @@ def parallel_linear(model: nn.Module, name: str) -> ParallelLinear:
     return module
 
 
-def hold_hooks(model: nn.Module, names: Iterable[str]) -> None:
+def hold_hooks(model: nn.Module, patterns: Iterable[str]) -> None:
     """Make the Linears among these modules `ParallelLinear`s, so that hooks on them stay when a LoRA comes."""
-    for name in names:
-        if isinstance(model.get_submodule(name), nn.Linear):
-            parallel_linear(model, name)
+    for pattern in patterns:
+        for name, module in modules_called(model, pattern).items():
+            if isinstance(module, nn.Linear):
+                parallel_linear(model, name)
 
 
 def swap_linears(
@@ -211,7 +212,9 @@ def swap_linears(
     Raises `RuntimeError` when a pattern fits no module, `ValueError` when there are fewer heads than ranks.
     """
     shards = (
-        {} if group is None else {name: shard for shard in split.linears for name in _fitting(model, shard.pattern)}
+        {}
+        if group is None
+        else {name: shard for shard in split.linears for name in modules_called(model, shard.pattern)}
     )
     for name in dict.fromkeys((*shards, *stored)):
         shard = shards.get(name, WHOLE_LINEAR)
@@ -231,18 +234,11 @@ def swap_linears(
 def _cut_attentions(model: nn.Module, split: TensorSplit, head_dim: int, group: dist.ProcessGroup) -> None:
     """Norms over a cut width, and attentions with the heads of this rank."""
     if split.norms:
-        for name in _fitting(model, split.norms):
+        for name in modules_called(model, split.norms):
             model.set_submodule(name, ParallelRMSNorm(model.get_submodule(name), grain=head_dim, group=group))
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
-    for name in _fitting(model, split.attentions) if split.attentions else ():
+    for name in modules_called(model, split.attentions) if split.attentions else ():
         attention = model.get_submodule(name)
         if attention.heads < degree:
             raise ValueError(f"{attention.heads} heads of {name} cannot be dealt to {degree} ranks")
         attention.heads = even_lengths(attention.heads, degree)[rank]
-
-
-def _fitting(model: nn.Module, pattern: str) -> list[str]:
-    names = [name for name, _ in model.named_modules() if re.fullmatch(pattern, name)]
-    if not names:
-        raise RuntimeError(f"no module of {type(model).__name__} is called {pattern}")
-    return names

@@ -33,14 +33,29 @@ class CentredPositions(nn.Module):
         _, rows, columns = pictures[0]
         text = torch.arange(max_txt_seq_len, device=device) + max(rows // 2, columns // 2)
         places = torch.cat([_places(number, picture, device) for number, picture in enumerate(pictures)])
-        return self._turns(places), self._turns(text[:, None].expand(-1, 3))
+        return _turns(places, self._axes, THETA), _turns(text[:, None].expand(-1, 3), self._axes, THETA)
 
-    def _turns(self, places: torch.Tensor) -> torch.Tensor:
-        """`(tokens, 3)` -> `(tokens, head_dim / 2)`, worked out in float64 as ComfyUI does."""
-        angles = torch.cat(
-            [_angles(place, width) for place, width in zip(places.unbind(1), self._axes, strict=True)], 1
-        )
-        return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+
+class AxisPositions(nn.Module):
+    """Z-Image's and Lumina 2's: any number of text tokens, rows and columns.
+
+    Stands in for diffusers' tables, which end.
+    """
+
+    def __init__(self, axes: Sequence[int], theta: float) -> None:
+        super().__init__()
+        self._axes, self._theta = tuple(axes), theta
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """`(tokens, axes)` -> `(tokens, head_dim / 2)` complex."""
+        return _turns(ids, self._axes, self._theta)
+
+
+def _turns(places: torch.Tensor, axes: Sequence[int], theta: float) -> torch.Tensor:
+    """`(tokens, axes)` -> `(tokens, head_dim / 2)` complex, worked out in float64 as ComfyUI does."""
+    angles = [_angles(place, width, theta) for place, width in zip(places.unbind(1), axes, strict=True)]
+    angles = torch.cat(angles, dim=1)
+    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
 
 
 def _places(number: int, picture: tuple[int, int, int], device: torch.device) -> torch.Tensor:
@@ -50,6 +65,6 @@ def _places(number: int, picture: tuple[int, int, int], device: torch.device) ->
     return torch.cartesian_prod(frames, rows - len(rows) // 2, columns - len(columns) // 2)
 
 
-def _angles(places: torch.Tensor, width: int) -> torch.Tensor:
+def _angles(places: torch.Tensor, width: int, theta: float) -> torch.Tensor:
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device=places.device) / width
-    return torch.outer(places.double(), THETA**-exponents)
+    return torch.outer(places.double(), theta**-exponents)

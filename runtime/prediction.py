@@ -27,7 +27,9 @@ class Predictor:
     def __call__(self, x: torch.Tensor, sigma: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
         """`x` is `(B, C, [F,] H, W)`, `sigma` has no dims, the conditioning is of the same batch, device and dtype."""
         family = self._family
-        timestep = (sigma * family.timestep_scale).to(x.device).expand(x.shape[0])
+        reversed_ = family.prediction == "reversed velocity"
+        level = 1 - sigma if reversed_ else sigma
+        timestep = (level * family.timestep_scale).to(x.device).expand(x.shape[0])
         pictures = (x.to(self._dtype), *conditioning.references)
         inputs = {argument: _input(source, conditioning, pictures, family.patch) for argument, source in family.inputs}
         latent, *references = (pad_to_patch(picture, family.patch) for picture in pictures)
@@ -36,11 +38,19 @@ class Predictor:
             latent = torch.cat([latent, pad_to_patch(conditioning.concat_latent, family.patch)], dim=1)
         if family.packed:
             latent = torch.cat([pack(picture, family.patch) for picture in (latent, *references)], dim=1)
-        output = self._model(hidden_states=latent, timestep=timestep, return_dict=False, **inputs)[0]
+        inputs[family.latent_input] = latent
+        if family.listed:
+            inputs = {
+                **{name: list(each) for name, each in inputs.items()},
+                family.latent_input: list(latent[:, :, None]),
+            }
+        output = self._model(**inputs, **{family.time_input: timestep}, return_dict=False)[0]
+        if family.listed:
+            output = torch.cat(output, dim=1).transpose(0, 1)
         if family.packed:
             output = unpack(output, latent_shape, family.patch)
-        output = output[tuple(slice(size) for size in x.shape)]
-        return x - output.float() * sigma
+        output = output[tuple(slice(size) for size in x.shape)].float() * sigma
+        return x + output if reversed_ else x - output
 
 
 class ByNoise:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from .diffusers_seam import route_attention
 from .families.spec import TokenPlace, TokenSplit
 from .mesh import Mesh
+from .naming import modules_called
 from .parallel.attention import attention
 from .parallel.ring import ring_attention
 from .parallel.shares import even_lengths, span
@@ -84,18 +86,24 @@ class Sequence:
         self._ulysses_rank, self._ulysses_degree = _place(groups and groups.ulysses)
         self._totals: dict[str, int] = {}
         self._lengths: dict[str, tuple[int, ...]] = {}
-        self._shares: dict[int, Shares] = {}
+        self._shares: dict[tuple[int, str], Shares] = {}
         self._masks: dict[str, torch.Tensor] = {}
         self._mask: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._joint_mask: torch.Tensor | None = None
+        self._joint_masks: dict[str, torch.Tensor] = {}
 
     def split(self, tensor: torch.Tensor, place: TokenPlace) -> torch.Tensor:
         """This rank's part of a full tensor. Where there are fewer tokens than ranks, and a model cannot run on none, the
         last one is repeated, and attention leaves the filling out.
         """
+        if place.behind:
+            streams = (place.stream, *place.behind)
+            parts = tensor.split([self._totals[stream] for stream in streams], dim=place.dim)
+            places = (replace(place, stream=stream, behind=()) for stream in streams)
+            return torch.cat([self.split(*each) for each in zip(parts, places, strict=True)], dim=place.dim)
         total = tensor.shape[place.dim]
         if total != self._totals.get(place.stream):
-            self._totals[place.stream], self._joint_mask = total, None
+            self._totals[place.stream] = total
+            self._joint_masks.clear()
             filled = max(total, self._degree) if self._joined else total
             self._lengths[place.stream] = even_lengths(filled, self._degree)
             self._shares.clear()
@@ -109,13 +117,15 @@ class Sequence:
         if self._groups is None:
             return tensor
         lengths = self._lengths[place.stream]
+        if place.behind:
+            tensor = tensor.narrow(place.dim, 0, lengths[self._rank])
         full = gather_tokens(tensor, lengths=lengths, group=self._groups.everyone, dim=place.dim)
         return full.narrow(place.dim, 0, self._totals[place.stream])
 
     def leave_out(self, stream: str, mask: torch.Tensor | None) -> None:
         """Say which tokens of a stream may be attended to in this forward, `(B, S)` and whole; None for all."""
         self._masks.pop(stream, None)
-        self._joint_mask = None
+        self._joint_masks.clear()
         if mask is not None:
             self._masks[stream] = mask.to(torch.bool)
 
@@ -127,16 +137,18 @@ class Sequence:
         *,
         mask: torch.Tensor | None = None,
         scale: float | None = None,
+        alone: str = "",
     ) -> torch.Tensor:
-        """Attention of this rank's queries over the tokens of all: its tokens of every stream, `(B, S, H, D)`.
+        """Attention of this rank's queries over the tokens of all: its tokens of every stream, or of the one that is
+        `alone`, `(B, S, H, D)`.
 
         `mask` is for the keys of this rank, or of all in the order of the ranks: `(B or 1, H or 1, 1, S)`.
         """
-        if self._masks or (self._joined and min(self._totals.values()) < self._degree):
-            mask = self._mask_of_streams(mask, query.device)
+        if self._leaves_out(alone):
+            mask = self._mask_of_streams(mask, alone, query.device)
         if self._groups is None:
             return attention(query, key, value, mask=mask, scale=scale)
-        shares = self._shares_for(query.shape[2])
+        shares = self._shares_for(query.shape[2], alone)
         if shares.tokens[self._rank : self._rank + 1] != query.shape[1:2]:
             local, dealt = query.shape[1], shares.tokens
             raise RuntimeError(f"{local} tokens came to attention on rank {self._rank}, where {dealt} were dealt out")
@@ -152,22 +164,29 @@ class Sequence:
             output = ring_attention(query, key, value, lengths=shares.sums, group=ring, mask=mask, scale=scale)
         return output if ulysses is None else heads_to_tokens(output, lengths=row, heads=heads, group=ulysses)
 
-    def _shares_for(self, heads: int) -> Shares:
+    def _shares_for(self, heads: int, alone: str) -> Shares:
         """Who has what in attention of so many heads: worked out once, until other numbers of tokens are split."""
-        if heads not in self._shares:
-            self._shares[heads] = Shares.of(self._lengths.values(), ulysses=self._ulysses_degree, heads=heads)
-        return self._shares[heads]
+        if (heads, alone) not in self._shares:
+            lengths = [self._lengths[alone]] if alone else self._lengths.values()
+            self._shares[heads, alone] = Shares.of(lengths, ulysses=self._ulysses_degree, heads=heads)
+        return self._shares[heads, alone]
 
-    def _mask_of_streams(self, mask: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    def _leaves_out(self, alone: str) -> bool:
+        """Whether there are tokens in these streams that may not be attended to."""
+        streams = (alone,) if alone else self._totals
+        few = self._joined and min(self._totals[stream] for stream in streams) < self._degree
+        return few or not self._masks.keys().isdisjoint(streams)
+
+    def _mask_of_streams(self, mask: torch.Tensor | None, alone: str, device: torch.device) -> torch.Tensor:
         """The mask over the keys of all ranks, `(B, 1, 1, S)`: every rank knows those of the streams whole."""
         if mask is not None:
             raise RuntimeError("a model gave attention a mask of its own, beside the one of its tokens")
-        if self._joint_mask is None:
+        if alone not in self._joint_masks:
             batch = max(map(len, self._masks.values()), default=1)
-            parts = [self._parts_of_mask(stream, batch, device) for stream in self._joined]
+            parts = [self._parts_of_mask(stream, batch, device) for stream in ((alone,) if alone else self._joined)]
             joint = torch.cat([part for rank in zip(*parts, strict=True) for part in rank], dim=1)
-            self._joint_mask = joint[:, None, None]
-        return self._joint_mask
+            self._joint_masks[alone] = joint[:, None, None]
+        return self._joint_masks[alone]
 
     def _parts_of_mask(self, stream: str, batch: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Which tokens of a stream may be attended to, by rank."""
@@ -204,27 +223,37 @@ def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
+class OneStream:
+    """Attention over the tokens of one stream of a sequence."""
+
+    def __init__(self, sequence: Sequence, stream: str) -> None:
+        self._sequence, self._stream = sequence, stream
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        """As `Sequence.attend`."""
+        return self._sequence.attend(query, key, value, alone=self._stream, **options)
+
+
 def split_tokens(model: nn.Module, plan: TokenSplit, *, self_attention: str, sequence: Sequence) -> None:
     """Make a model run on this rank's share of the tokens, as its family says. Changes hooks and processors only.
 
-    Raises `RuntimeError` when the pattern `self_attention` fits no module.
+    Raises `RuntimeError` when a pattern fits no module.
     """
     for place in plan.split:
-        module = model.get_submodule(place.module)
-        if place.argument:
-            module.register_forward_pre_hook(_splitting(sequence, module, place), with_kwargs=True)
-        else:
-            module.register_forward_hook(_on_output(sequence.split, place))
+        for module in modules_called(model, place.module).values():
+            if place.argument:
+                module.register_forward_pre_hook(_splitting(sequence, module, place), with_kwargs=True)
+            else:
+                module.register_forward_hook(_on_output(sequence.split, place))
     for place in plan.masks:
-        module = model.get_submodule(place.module)
-        module.register_forward_pre_hook(_withholding(sequence, module, place), with_kwargs=True)
+        for module in modules_called(model, place.module).values():
+            module.register_forward_pre_hook(_withholding(sequence, module, place), with_kwargs=True)
     for place in plan.gathered:
-        model.get_submodule(place.module).register_forward_hook(_on_output(sequence.gather, place))
-    attentions = [module for name, module in model.named_modules() if re.fullmatch(self_attention, name)]
-    if not attentions:
-        raise RuntimeError(f"no module of {type(model).__name__} is called {self_attention}")
-    for module in attentions:
-        route_attention(module, sequence)
+        for module in modules_called(model, place.module).values():
+            module.register_forward_hook(_on_output(sequence.gather, place))
+    for name, module in modules_called(model, self_attention).items():
+        stream = next((stream for pattern, stream in plan.alone if re.fullmatch(pattern, name)), "")
+        route_attention(module, OneStream(sequence, stream) if stream else sequence)
 
 
 def _on_output(function: Callable[[torch.Tensor, TokenPlace], torch.Tensor], place: TokenPlace) -> Any:

@@ -39,6 +39,16 @@ REGIONS: dict[str, dict[str, list[dict[str, Any]]]] = {
 }  # fmt: skip
 """Fields of each entry of both sides, by name; a mask is drawn."""
 
+FIRST = ("wan", "flux", "flux-schnell", "flux-fill", "flux-control", "qwen")
+"""Families for which every product of kinds is run each time; for the others in full."""
+TABLE = {
+    "no mask": {"latent": (1, 16, 8, 8), "padded": False},
+    "padded text": {"latent": (1, 16, 8, 8), "prompts": (6, 9)},
+    "uneven tokens": {"latent": (1, 16, 5, 9), "prompts": (5, 8)},
+    "batch 2": {"latent": (2, 16, 8, 8)},
+}
+"""What every family does along every kind and product of kinds."""
+
 
 @dataclass(frozen=True)
 class Case:

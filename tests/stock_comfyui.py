@@ -56,7 +56,8 @@ def analytic_model(family: str = "wan"):
 
 
 def small_model(path: Path):
-    """A MODEL of one of ComfyUI's classes in a size that its loaders do not know, as a JSON file describes it.
+    """A MODEL of one of ComfyUI's classes in a size that its loaders do not know, as a JSON file describes it. `remade` are
+    modules that take sizes of their own, of which the class gives them others than when it is large.
 
     Its random weights are written beside the file, under the names of the class.
     """
@@ -66,6 +67,9 @@ def small_model(path: Path):
     config = getattr(supported_models, described["class"])(described["unet_config"])
     config.set_inference_dtype(torch.float32, None)
     model = config.get_model({}, "")
+    for name, sizes in described.get("remade", {}).items():
+        module = type(model.diffusion_model.get_submodule(name))
+        model.diffusion_model.set_submodule(name, module(**sizes, operations=torch.nn))
     weights = dict(random_weights(model.diffusion_model.state_dict(), seed=described.get("seed", 0)))
     model.diffusion_model.load_state_dict(weights)
     save_file(weights, path.with_suffix(".safetensors"))

@@ -33,14 +33,22 @@ QWEN = {
     "image_model": "qwen_image", "in_channels": 64, "out_channels": 16, "num_layers": 2, "attention_head_dim": 32,
     "num_attention_heads": 4, "joint_attention_dim": 64, "axes_dims_rope": AXES,
 }  # fmt: skip
+ZIMAGE = {
+    "image_model": "lumina2", "patch_size": 2, "in_channels": 16, "dim": 384, "n_layers": 2, "n_refiner_layers": 1,
+    "n_heads": 4, "n_kv_heads": 4, "qk_norm": True, "cap_feat_dim": 64, "axes_dims": [24, 36, 36],
+    "axes_lens": [1536, 512, 512], "rope_theta": 256.0, "ffn_dim_multiplier": 8 / 3, "z_image_modulation": True,
+    "time_scale": 1000.0, "pad_tokens_multiple": 32,
+}  # fmt: skip
 MODELS = {
     "flux": ("Flux", FLUX),
     "flux-schnell": ("FluxSchnell", {**FLUX, "guidance_embed": False}),
     "flux-fill": ("FluxInpaint", {**FLUX, "in_channels": 96}),
     "flux-control": ("Flux", {**FLUX, "in_channels": 32}),
     "qwen": ("QwenImage", QWEN),
+    "zimage": ("ZImage", ZIMAGE),
 }
 """By our family: ComfyUI's class, and its configuration."""
+REMADE = {"zimage": {"t_embedder": {"hidden_size": 1024, "output_size": 256}}}
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:
@@ -50,6 +58,7 @@ def draw(*shape: int, seed: int) -> torch.Tensor:
 INPUTS = {
     "a": draw(1, 7, 64, seed=1),
     "n": draw(1, 5, 64, seed=2),
+    "long": draw(1, 39, 64, seed=9),
     "pooled": draw(1, 32, seed=3),
     "picture": draw(1, 16, 8, 12, seed=4),
     "odd": torch.zeros(1, 16, 5, 9),
@@ -91,6 +100,7 @@ CASES = {
         "positive": [*with_options(concat_latent_image="picture", concat_mask="painted"), ["a", {"pooled_output": "pooled", "area": [6, 4, 2, 2]}]]
     },
     ("flux-control", "a picture"): {"positive": with_options(concat_latent_image="picture")},
+    ("zimage", "a long prompt"): {"latent": "picture", "positive": [["long", {}]]},
     ("qwen", "one reference"): with_references("reference-5d"),
     ("qwen", "references larger than the picture"): {"latent": "odd", **with_references("tall-5d", "wide-5d", "reference-5d")},
 }  # fmt: skip
@@ -112,7 +122,9 @@ def folder(tmp_path_factory) -> Path:
 def stock(folder) -> dict[tuple[str, str], torch.Tensor]:
     """ComfyUI's latents of all cases; the weights are in the folder afterwards."""
     for family, (kind, config) in MODELS.items():
-        (folder / f"{family}.json").write_text(json.dumps({"class": kind, "unet_config": config}))
+        (folder / f"{family}.json").write_text(
+            json.dumps({"class": kind, "unet_config": config, "remade": REMADE.get(family, {})})
+        )
     samples = [{**full(case), "model": str(folder / f"{family}.json")} for (family, _), case in CASES.items()]
     results = ask_comfyui(folder, inputs=INPUTS, samples=samples)
     errors = [bytes(tensor.tolist()).decode() for name, tensor in results.items() if name.startswith("errors.")]

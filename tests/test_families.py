@@ -35,7 +35,7 @@ def sample(request: Sample) -> torch.Tensor:
     return pipeline.sample(request, progress=ignore_progress)
 
 
-@pytest.mark.parametrize("name", ["qwen"])
+@pytest.mark.parametrize("name", ["qwen", "zimage"])
 def test_a_file_gives_the_configuration_it_was_made_with(name, tmp_path):
     family = FAMILIES[name]
     facts = inspect_model(str(random_file(family, tmp_path / "model.safetensors")))
@@ -82,6 +82,7 @@ def test_a_mask_that_is_added_to_attention_is_refused(name):
         ),
         ("qwen", {"references": (torch.zeros(1, 16, 1, 4, 4),), "reference_method": "uxo"}, r"'uxo'.*there are: index"),
         ("qwen", {"references": (torch.zeros(1, 4, 4, 4),)}, r"a reference latent has shape \(1, 4, 1, 4, 4\)"),
+        ("zimage", {"references": (torch.zeros(1, 16, 4, 4),)}, r"Z-Image takes none: remove Reference Latent"),
         ("flux", {"concat_latent": torch.zeros(1, 16, 4, 4)}, r"takes none: use the inpainting"),
         ("flux-fill", {"concat_latent": torch.zeros(1, 4, 4, 4)}, r"the picture beside the latent has shape \(1, 4"),
     ],

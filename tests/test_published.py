@@ -36,6 +36,7 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen-Image": ("qwen", "QwenImageTransformer2DModel", QWEN),
     "Qwen-Image-Edit": ("qwen", "QwenImageTransformer2DModel", QWEN),
     "Qwen-Image-Edit 2509": ("qwen", "QwenImageTransformer2DModel", QWEN),
+    "Z-Image Turbo": ("zimage", "ZImageTransformer2DModel", {"axes_lens": [1536, 512, 512]}),
 }  # fmt: skip
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Wan 2.1 I2V 14B": ("Wan 2.1 image to video", "WanTransformer3DModel",
@@ -47,9 +48,9 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30, "vace_layers": [0, 2], "vace_in_channels": 96}),
     "Qwen-Image-Layered": ("Qwen-Image-Layered", "QwenImageTransformer2DModel",
                            {**QWEN, "use_additional_t_cond": True}),
+    "Z-Image Omni": ("Z-Image Omni", "ZImageTransformer2DModel", {"siglip_feat_dim": 1152}),
     "Stable Diffusion 3.5 large": ("looked for", "SD3Transformer2DModel",
                                    {"num_layers": 38, "num_attention_heads": 38, "pos_embed_max_size": 192}),
-    "Z-Image": ("looked for", "ZImageTransformer2DModel", {}),
     "LTX-Video": ("looked for", "LTXVideoTransformer3DModel", {}),
     "HunyuanVideo": ("looked for", "HunyuanVideoTransformer3DModel", {}),
     "Lumina 2": ("looked for", "Lumina2Transformer2DModel", {}),

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from diffusers import FluxPipeline, QwenImagePipeline
 
-from runtime.checkpoint import random_tensors
 from runtime.errors import Cancelled, Refused
 from runtime.families import FAMILIES
 from runtime.families.flux import FLUX
 from runtime.families.qwen import QWEN
-from runtime.families.spec import FamilySpec
 from runtime.families.wan import WAN
 from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.protocol import Conditioning
-from runtime.sample_inputs import flow_table
-from runtime.sampling import make_sigmas
 from runtime.settings import ModelSettings
+from tests.bare import bare_model, plain_euler
 from tests.ranks import (
+    FIRST,
+    TABLE,
     Case,
     relative_error,
     run_as_threads,
@@ -64,13 +62,6 @@ REQUESTS = [
 
 FEWER = [1, 3, 6, 7]
 """Odd sides, the same at cfg 1, a video with prompts of unequal length, a batch of three."""
-TABLE = {
-    "no mask": {"latent": (1, 16, 8, 8), "padded": False},
-    "padded text": {"latent": (1, 16, 8, 8), "prompts": (6, 9)},
-    "uneven tokens": {"latent": (1, 16, 5, 9), "prompts": (5, 8)},
-    "batch 2": {"latent": (2, 16, 8, 8)},
-}
-"""What every family does along every kind and product of kinds."""
 FEW_TOKENS = {
     "one token of text": {"latent": (1, 16, 4, 6), "prompts": (1, 1)},
     "batch 3 without guidance": {"latent": (3, 16, 5, 9), "prompts": (7, 7), "cfg": 1.0},
@@ -82,9 +73,11 @@ def cases_of(numbers: Iterable[int] = range(len(REQUESTS)), /, **degrees: int) -
 
 
 def rows_of(*tables: dict[str, dict[str, Any]], relatives: bool = True, **degrees: int) -> list[Case]:
-    """Every row of the tables for every architecture, and one row for each of its relatives."""
+    """Every row of the tables for the first architectures, and one row for each of their relatives; for the others see
+    `test_family_ranks`.
+    """
     rows, cases, classes = [row for table in tables for row in table.values()], [], set()
-    for family in FAMILIES.values():
+    for family in (FAMILIES[name] for name in FIRST):
         few = [TABLE["uneven tokens"]] if relatives else []
         for row in few if family.transformer_class in classes else rows:
             cases.append(Case(**row, model=f"random:{family.name}", steps=2, degrees=degrees))
@@ -242,38 +235,6 @@ def test_qwen_image_equals_an_euler_loop_over_the_diffusers_class(latent, cfg):
     error = relative_error(result[:, :, 0], plain_euler(case, QWEN, velocity))
     print(f"relative error {error:.2e}")
     assert error < AGAINST_DIFFUSERS
-
-
-@torch.inference_mode()
-def plain_euler(
-    case: Case, family: FamilySpec, velocity: Callable[[torch.Tensor, torch.Tensor, Conditioning], torch.Tensor]
-) -> torch.Tensor:
-    """What the request asks for, written out over an untouched diffusers model with the same random weights."""
-    request = sample_request(case)
-    x = torch.randn(case.latent, generator=torch.Generator().manual_seed(request.settings.seed))
-    table = flow_table(request.settings, family, x.shape)
-    sigmas = make_sigmas("simple", case.steps, table=table, sampler_name="euler")
-    for sigma, following in pairwise(sigmas):
-        guided = velocity(x, sigma, request.positive[0])
-        if case.cfg != 1.0:
-            negative = velocity(x, sigma, request.negative[0])
-            guided = negative + (guided - negative) * case.cfg
-        x = x + guided * (following - sigma)
-    shape = (1, -1) + (1,) * (x.ndim - 2)
-    mean, std = (torch.tensor(values).view(shape) for values in (family.latent.mean, family.latent.std))
-    return x * std + mean
-
-
-def bare_model(family: FamilySpec) -> torch.nn.Module:
-    """The diffusers class with the weights of `random:FAMILY`."""
-    model = getattr(diffusers, family.transformer_class)(**family.tiny).eval()
-    model.load_state_dict(random_weights(model))
-    return model
-
-
-def random_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights that `random:wan` has."""
-    return dict(random_tensors({name: tensor.shape for name, tensor in model.state_dict().items()}))
 
 
 def test_all_ranks_stop_at_the_step_at_which_the_first_is_told_to_and_go_on_afterwards():

@@ -103,26 +103,40 @@ def inputs_of(family, text: int = 5) -> dict[str, Any]:
         "text_ids": torch.zeros(text, 3),
         "image_shapes": [[(1, 2, 4)]],
     }
-    return {
-        "hidden_states": torch.randn(1, 8, family.tiny["in_channels"]) if family.packed else latent,
-        "timestep": torch.tensor([0.5 * family.timestep_scale]),
+    inputs = {
+        family.latent_input: torch.randn(1, 8, family.tiny["in_channels"]) if family.packed else latent,
         **{argument: sources[source] for argument, source in family.inputs},
     }
+    if family.listed:
+        inputs = {argument: list(each) for argument, each in inputs.items()}
+    return {**inputs, family.time_input: torch.tensor([0.5 * family.timestep_scale])}
+
+
+TOKENS = {"zimage": {"image": 32, "text": 32}}
+"""Of `inputs_of` by stream, where a class fills them up; else there are 8, and those of the text."""
+
+
+def output_of(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    """What a class answers; of lists, the first item."""
+    return model(**inputs, return_dict=False)[0][0]
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 @torch.inference_mode()
 def test_the_attention_over_split_tokens_and_nothing_else_comes_to_us(family):
     model, inputs, recorder = tiny(family), inputs_of(family), Recorder()
-    reference = model(**inputs, return_dict=False)[0]
+    reference = output_of(model, inputs)
     attentions = {name for name, module in model.named_modules() if hasattr(module, "processor")}
     ours = {name for name in attentions if re.fullmatch(family.self_attention, name)}
     for name in ours:
         route_attention(model.get_submodule(name), recorder)
-    assert torch.equal(model(**inputs, return_dict=False)[0], reference)
+    assert torch.equal(output_of(model, inputs), reference)
     has_text = any(place.stream == "text" for place in family.split.split)
-    tokens = 8 + has_text * inputs["encoder_hidden_states"].shape[1]
-    assert recorder.shapes == [(1, tokens, family.tiny[family.heads], family.tiny[family.head_dim])] * len(ours)
+    counts = TOKENS.get(family.name, {"image": 8, "text": 5 * has_text})
+    streams = [next((each for own, each in family.split.alone if re.fullmatch(own, name)), "") for name in ours]
+    tokens = [counts.get(stream, sum(counts.values())) for stream in streams]
+    heads = (family.tiny[family.heads], family.head_dim_of(family.tiny))
+    assert sorted(recorder.shapes) == sorted((1, count, *heads) for count in tokens)
     assert {name.rpartition(".")[0] for name in attentions} == {name.rpartition(".")[0] for name in ours}
     assert len(ours) == sum(len(model.get_submodule(blocks)) for blocks in family.blocks)
 
@@ -134,21 +148,23 @@ def test_a_split_model_equals_the_bare_class(family, heads):
     """One forward with everything split at once: text, image, heads and weights. Of five heads, the ranks of a ring have
     2, 1, 1 and 1.
     """
-    model, inputs = tiny(family, **{family.heads: heads}), inputs_of(family)
+    head_dim = family.head_dim_of(family.tiny)
+    changed = {family.heads: heads} | ({family.width: heads * head_dim} if family.width else {})
+    model, inputs = tiny(family, **changed), inputs_of(family)
     facts = inspect_model(f"random:{family.name}")
-    facts = replace(facts, heads=heads, config={**facts.config, family.heads: heads})
-    weights, reference = model.state_dict(), model(**inputs, return_dict=False)[0]
+    facts = replace(facts, heads=heads, config={**facts.config, **changed})
+    weights, reference = model.state_dict(), output_of(model, inputs)
 
     def run(mesh: Mesh) -> None:
         model, _ = build_transformer(facts)
-        swap_linears(model, family.tensor, head_dim=family.tiny[family.head_dim], group=mesh.group("tensor"))
+        swap_linears(model, family.tensor, head_dim=head_dim, group=mesh.group("tensor"))
         for name, tensor in weights.items():
             part = local_part(model, name)
             if part is not None:
                 part.module.load_state_dict({part.leaf: part.cut.take(tensor)}, strict=False, assign=True)
         sequence = Sequence(mesh, heads=2, joined=family.split.joined)
         split_tokens(model, family.split, self_attention=family.self_attention, sequence=sequence)
-        output = model(**inputs, return_dict=False)[0]
+        output = output_of(model, inputs)
         assert float((output - reference).norm() / reference.norm()) < 2e-6
 
     run_as_threads({"ring": 2, "ulysses": 2, "tensor": 2}, run)

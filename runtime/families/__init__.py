@@ -6,7 +6,8 @@ from .flux import FLUX, FLUX_CONTROL, FLUX_FILL, FLUX_SCHNELL
 from .qwen import QWEN
 from .spec import FamilySpec
 from .wan import WAN
+from .zimage import ZIMAGE
 
 FAMILIES: dict[str, FamilySpec] = {
-    family.name: family for family in (WAN, FLUX, FLUX_SCHNELL, FLUX_FILL, FLUX_CONTROL, QWEN)
+    family.name: family for family in (WAN, FLUX, FLUX_SCHNELL, FLUX_FILL, FLUX_CONTROL, QWEN, ZIMAGE)
 }

@@ -41,15 +41,17 @@ class Variant:
 
 @dataclass(frozen=True)
 class TokenPlace:
-    """Tokens in a model: an argument of a module, or its output when none is named. Of an output that is a tuple that is
-    each one, or number `item`.
+    """Tokens in a model: an argument of each module that the pattern `module` fits, or its output when none is named. Of an
+    output that is a tuple that is each one, or number `item`.
 
-    `stream` names the tokens; those of one stream are dealt to the ranks alike. They lie along `dim`.
+    `stream` names the tokens; those of one stream are dealt to the ranks alike. They lie along `dim`, and those of the
+    streams `behind` follow: they are split too, by their own numbers, and are not gathered.
     """
 
     module: str
     argument: str = ""
     stream: str = "image"
+    behind: tuple[str, ...] = ()
     dim: int = 1
     item: int | None = None
 
@@ -61,13 +63,15 @@ class TokenSplit:
     `masks` are arguments that say which tokens of a stream may be attended to, `(B, S)`. Every rank has them whole: over
     several ranks they are kept from the model, and attention itself leaves those tokens out. For that `joined` says in
     which order a rank's tokens of the streams stand in attention. Where it is given, no rank is without a token of any
-    stream: one that would be gets a filling, which attention leaves out too.
+    stream: one that would be gets a filling, which attention leaves out too. `alone` are patterns of those attentions that
+    go over the tokens of one stream, and that stream.
     """
 
     split: tuple[TokenPlace, ...]
     gathered: tuple[TokenPlace, ...]
     masks: tuple[TokenPlace, ...] = ()
     joined: tuple[str, ...] = ()
+    alone: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class Rebuilt:
 
     module: str
     arguments: tuple[tuple[str, str], ...]
-    stand_in: Literal["", "timestep waves", "centred positions"] = ""
+    stand_in: Literal["", "timestep waves", "centred positions", "axis positions"] = ""
 
 
 @dataclass(frozen=True)
@@ -143,12 +147,14 @@ class FamilySpec:
     renames. `signature` are tensors (diffusers' names) every checkpoint of it has.
     `config_from` works out the configuration of the class from the shapes (diffusers' names), and `unsupported_config`
     names what a configuration is when it is a relative that is not run. `heads`, `head_dim`, `layers` and `text_width`
-    are keys of the configuration. `self_attention` is a pattern of the modules whose attention runs over the split
+    are keys of the configuration; where that says the width of all heads, `width` is its key and there is no `head_dim`.
+    `unused` is a pattern of tensors (after the renames) that files have and nobody reads. `self_attention` is a pattern of the modules whose attention runs over the split
     tokens; `tensor` says how the weights are cut. `inputs` says which argument of the model is which field of a
-    conditioning, or what is worked out for it (`image_ids`, `text_ids`, `image_shapes`). `prediction` "velocity":
-    denoised = x - sigma * output, and the model is told sigma * `timestep_scale`. `sigma_table` is how many noise levels
-    ComfyUI keeps for it. `packed`: the model takes
-    patches of the latent as tokens, `(B, tokens, C * patch)`. `pooled_width`, where it reads a pooled prompt, is a key of
+    conditioning, or what is worked out for it (`image_ids`, `text_ids`, `image_shapes`); `latent_input` and `time_input`
+    are the arguments of the latent and the timestep. `prediction` "velocity": denoised = x - sigma * output, and the model
+    is told sigma * `timestep_scale`; "reversed velocity": denoised = x + sigma * output, and it is told 1 - sigma.
+    `sigma_table` is how many noise levels ComfyUI keeps for it. `packed`: the model takes patches of the latent as tokens,
+    `(B, tokens, C * patch)`; `listed`: it takes lists, with an item of the batch each, and pictures of one frame. `pooled_width`, where it reads a pooled prompt, is a key of
     the configuration; so is `positions`, where the model has a table of them: how many patches it goes to along each dim.
     `references` are the ways in which reference latents can be placed, its own one first, and `beside` is what it takes
     beside the channels of the latent. `text_encoders` says, where the model's own cannot be used yet, what they are and the
@@ -167,7 +173,6 @@ class FamilySpec:
     config_from: Callable[[Shapes], dict[str, Any]]
     unsupported_config: Callable[[Mapping[str, Any]], str]
     heads: str
-    head_dim: str
     layers: str
     text_width: str
     blocks: tuple[str, ...]
@@ -178,12 +183,18 @@ class FamilySpec:
     inputs: tuple[tuple[str, str], ...]
     keep_float32: tuple[str, ...]
     rebuilt: tuple[Rebuilt, ...]
-    prediction: Literal["velocity"]
+    prediction: Literal["velocity", "reversed velocity"]
     shift: float
     latent: LatentFormat
     vae_class: str
     text_length: int
     tiny: Mapping[str, Any]
+    head_dim: str = ""
+    width: str = ""
+    latent_input: str = "hidden_states"
+    time_input: str = "timestep"
+    listed: bool = False
+    unused: str = ""
     nunchaku: tuple[PackedLinear, ...] = ()
     after_gelu: str = ""
     pooled_width: str = ""
@@ -196,6 +207,10 @@ class FamilySpec:
     text_encoders: str = ""
     fused: tuple[Fused, ...] = ()
     boundary: float = 0.0
+
+    def head_dim_of(self, config: Mapping[str, Any]) -> int:
+        """How wide a head of the model is."""
+        return config[self.head_dim] if self.head_dim else config[self.width] // config[self.heads]
 
     def packed_linears(self, linears: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """The 4-bit Linears of a file with the Linears of each, of those that the class has."""

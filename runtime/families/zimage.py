@@ -1,0 +1,141 @@
+"""Z-Image: Turbo and base (Tongyi-MAI 2025, arXiv:2511.22699)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from .flux import LATENT
+from .spec import FamilySpec, Fused, LinearShard, Rebuilt, Shapes, TensorSplit, TokenPlace, TokenSplit, Variant
+
+PATCH = (2, 2)
+BLOCK = r"(?:noise_refiner|context_refiner|layers)\.\d+"
+RENAMES = (
+    (r"^x_embedder\.", "all_x_embedder.2-1."),
+    (r"^final_layer\.", "all_final_layer.2-1."),
+    (rf"^({BLOCK}\.attention)\.out\.", r"\1.to_out.0."),
+    (rf"^({BLOCK}\.attention)\.([qk])_norm\.", r"\1.norm_\2."),
+)
+"""From ComfyUI's names, which are Lumina 2's; the authors' own are the class's."""
+
+
+def config_from(shapes: Shapes) -> dict[str, Any]:
+    """The arguments of the class that give tensors of these shapes."""
+    width, patch_channels = shapes["all_x_embedder.2-1.weight"]
+    [head_dim] = shapes["layers.0.attention.norm_q.weight"]
+    heads = width // head_dim
+    return {
+        "all_patch_size": PATCH[:1],
+        "all_f_patch_size": (1,),
+        "in_channels": patch_channels // (PATCH[0] * PATCH[1]),
+        "dim": width,
+        "n_layers": _count(shapes, "layers"),
+        "n_refiner_layers": _count(shapes, "noise_refiner"),
+        "n_heads": heads,
+        "n_kv_heads": heads,
+        "cap_feat_dim": shapes["cap_embedder.1.weight"][1],
+        "axes_dims": (head_dim // 4, head_dim * 3 // 8, head_dim * 3 // 8),
+        "axes_lens": (1536, 512, 512),
+    }
+
+
+def _count(shapes: Shapes, blocks: str) -> int:
+    return len({found[1] for name in shapes if (found := re.match(rf"{blocks}\.(\d+)\.", name))})
+
+
+def unsupported_config(config: Mapping[str, Any]) -> str:
+    """What a configuration is when it is not Z-Image; empty when it is."""
+    return "Z-Image Omni" if config.get("siglip_feat_dim") else ""
+
+
+TINY = MappingProxyType(
+    {
+        "all_patch_size": (2,),
+        "all_f_patch_size": (1,),
+        "in_channels": 16,
+        "dim": 192,
+        "n_layers": 2,
+        "n_refiner_layers": 1,
+        "n_heads": 4,
+        "n_kv_heads": 4,
+        "cap_feat_dim": 64,
+        "axes_dims": (12, 18, 18),
+    }
+)
+"""For tests: 4 heads of 48, 2 blocks behind one of each refiner."""
+
+ZIMAGE = FamilySpec(
+    name="zimage",
+    title="Z-Image",
+    pipeline_classes=("ZImagePipeline",),
+    transformer_class="ZImageTransformer2DModel",
+    signature=(
+        "all_x_embedder.2-1.weight",
+        "cap_embedder.1.weight",
+        "cap_pad_token",
+        "noise_refiner.0.adaLN_modulation.0.weight",
+        "context_refiner.0.attention.to_q.weight",
+        "layers.0.adaLN_modulation.0.weight",
+        "layers.0.attention.norm_q.weight",
+        "all_final_layer.2-1.linear.weight",
+    ),
+    variants=(
+        Variant("Z-Image Omni", "siglip_embedder.0.weight"),
+        Variant("a Z-Image that works on pixels", "dec_net.cond_embed.weight"),
+    ),
+    renames=RENAMES,
+    fused=(
+        Fused(
+            rf"({BLOCK}\.attention)\.qkv",
+            blocks=(1, 1, 1),
+            parts=tuple((rf"\1.to_{name}", (block,)) for block, name in enumerate("qkv")),
+        ),
+    ),
+    unused=r"norm_final\.weight",
+    config_from=config_from,
+    unsupported_config=unsupported_config,
+    heads="n_heads",
+    width="dim",
+    layers="n_layers",
+    text_width="cap_feat_dim",
+    blocks=("noise_refiner", "context_refiner", "layers"),
+    split=TokenSplit(
+        split=(
+            TokenPlace(r"noise_refiner\.0", "x"),
+            TokenPlace(r"noise_refiner\.\d+", "freqs_cis"),
+            TokenPlace(r"context_refiner\.0", "x", stream="text"),
+            TokenPlace(r"context_refiner\.\d+", "freqs_cis", stream="text"),
+            TokenPlace(r"layers\.\d+", "freqs_cis", behind=("text",)),
+        ),
+        gathered=(TokenPlace(r"all_final_layer\.2-1", behind=("text",)),),
+        alone=((r"noise_refiner\..*", "image"), (r"context_refiner\..*", "text")),
+    ),
+    self_attention=rf"{BLOCK}\.attention",
+    tensor=TensorSplit(
+        linears=(
+            LinearShard(rf"{BLOCK}\.attention\.to_[qkv]", "column"),
+            LinearShard(rf"{BLOCK}\.attention\.to_out\.0", "row"),
+            LinearShard(rf"{BLOCK}\.feed_forward\.w[13]", "column"),
+            LinearShard(rf"{BLOCK}\.feed_forward\.w2", "row"),
+            LinearShard(rf"{BLOCK}\.adaLN_modulation\.0", "gather"),
+        ),
+        attentions=rf"{BLOCK}\.attention",
+    ),
+    patch=PATCH,
+    inputs=(("cap_feats", "embedding"),),
+    latent_input="x",
+    time_input="t",
+    listed=True,
+    keep_float32=(),
+    rebuilt=(Rebuilt("rope_embedder", (("axes", "axes_dims"), ("theta", "rope_theta")), stand_in="axis positions"),),
+    prediction="reversed velocity",
+    shift=3.0,
+    latent=LATENT,
+    vae_class="AutoencoderKL",
+    text_length=512,
+    tiny=TINY,
+    timestep_scale=1.0,
+    text_encoders="Qwen3-4B: use a CLIP Loader (type lumina2) and CLIP Text Encode",
+)

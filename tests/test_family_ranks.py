@@ -1,0 +1,104 @@
+"""What `test_ranks` shows for the first families, for those that came after: N ranks equal one, and one the bare class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.families import FAMILIES
+from runtime.mesh import Mesh
+from runtime.protocol import Conditioning
+from tests.bare import bare_model, plain_euler
+from tests.ranks import FIRST, TABLE, Case, relative_error, run_as_threads, run_case, run_cases_as_processes, run_on_one
+
+LIMIT = 2e-6
+AGAINST_DIFFUSERS = 1e-6
+NAMES = ("zimage",)
+KINDS = ("data", "cfg", "ring", "ulysses", "tensor")
+FEW = [dict.fromkeys((kind,), 2) for kind in KINDS] + [{"ring": 2, "tensor": 2}]
+MANY = [
+    *(dict.fromkeys(pair, 2) for pair in combinations(KINDS, 2)),
+    *(dict.fromkeys(three, 2) for three in combinations(KINDS, 3)),
+    *({kind: 4} for kind in ("ring", "ulysses", "tensor")),
+    *({kind: 3} for kind in KINDS),
+    {"cfg": 2, "ulysses": 4},
+    {"ring": 2, "ulysses": 3},
+]
+"""Every pair and three of kinds, and degrees that divide nothing."""
+
+
+def compare(name: str, rows: dict[str, dict[str, Any]], degrees: dict[str, int]) -> None:
+    """Each rank's latents against those of one."""
+    cases = [Case(**row, model=f"random:{name}", steps=2, degrees=degrees) for row in rows.values()]
+    references = run_on_one(cases)
+
+    def run(mesh: Mesh) -> list[torch.Tensor]:
+        pipelines = {}
+        return [run_case(case, mesh, pipelines) for case in cases]
+
+    errors = [list(map(relative_error, results, references)) for results in run_as_threads(degrees, run)]
+    print("relative errors", *(f"{error:.1e}" for error in map(max, zip(*errors, strict=True))))
+    assert max(map(max, errors)) < LIMIT
+
+
+@pytest.mark.parametrize("degrees", FEW, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_each_kind_alone_equals_one_rank(name, degrees):
+    compare(name, {"": TABLE["uneven tokens"]}, degrees)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("degrees", [*FEW, *MANY], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_product_of_kinds_equals_one_rank(name, degrees):
+    compare(name, TABLE | {"one token": {"latent": (3, 16, 2, 2), "prompts": (1, 1), "cfg": 1.0}}, degrees)
+
+
+@pytest.mark.full
+def test_processes_equal_one_rank(tmp_path):
+    cases = [
+        Case(**row, model=f"random:{name}", steps=2, degrees={kind: 2})
+        for name in NAMES
+        for kind in KINDS
+        for row in TABLE.values()
+    ]
+    for results, reference in zip(run_cases_as_processes(cases, tmp_path), run_on_one(cases), strict=True):
+        assert max(relative_error(result, reference) for result in results) < LIMIT
+
+
+Velocity = Callable[[torch.Tensor, torch.Tensor, Conditioning], torch.Tensor]
+
+
+def zimage(model: torch.nn.Module) -> Velocity:
+    """As ZImagePipeline calls it."""
+
+    def velocity(x: torch.Tensor, sigma: torch.Tensor, prompt: Conditioning) -> torch.Tensor:
+        batch = len(x)
+        prompts = list(prompt.embedding.expand(batch, -1, -1))
+        output = model(list(x.unsqueeze(2)), (1 - sigma).expand(batch), prompts, return_dict=False)[0]
+        return -torch.stack(output).squeeze(2)
+
+    return velocity
+
+
+CALLS = {"zimage": zimage}
+
+
+@pytest.mark.parametrize("cfg", [1.0, 3.0])
+@pytest.mark.parametrize("latent", [(1, 16, 8, 8), (3, 16, 4, 12)], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_one_rank_equals_an_euler_loop_over_the_diffusers_class(name, latent, cfg):
+    family = FAMILIES[name]
+    case = Case(model=f"random:{name}", latent=latent, cfg=cfg, prompts=(5, 9))
+    [result] = run_on_one([case])
+    error = relative_error(result, plain_euler(case, family, CALLS[name](bare_model(family))))
+    print(f"relative error {error:.2e}")
+    assert error < AGAINST_DIFFUSERS
+
+
+def test_every_family_is_run_over_ranks_here_or_with_the_first_ones():
+    assert {*FIRST, *NAMES} == set(FAMILIES)
