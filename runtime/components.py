@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,18 +128,3 @@ def _file_states(*folders: Path) -> Iterator[tuple[str, int, int]]:
     for path in sorted(path for folder in folders for path in folder.iterdir()):
         state = path.stat()
         yield str(path), state.st_size, state.st_mtime_ns
-
-
-def check_parts(settings: ModelSettings) -> None:
-    """Raise `Refused` for a part that this version cannot use, before a weight is read."""
-    if settings.text_encoder_2 != FROM_MODEL:
-        raise Refused(
-            "text_encoder_2 is set, but no model with two text encoders reads them yet: leave it at 'from model'"
-        )
-    if settings.text_encoder != FROM_MODEL and not os.path.isdir(settings.text_encoder):
-        raise Refused(
-            f"{settings.text_encoder} is not a diffusers text_encoder folder, and single files are not available yet: use a "
-            f"CLIP Loader (type wan) and CLIP Text Encode"
-        )
-    if settings.vae != FROM_MODEL and not os.path.exists(settings.vae):
-        raise Refused(f"{settings.vae}: no such VAE. Choose a file or folder that is there")

@@ -13,9 +13,10 @@ from .inspection import ModelFacts
 from .parallel.lengths import grained_lengths
 from .settings import MemorySettings
 from .stored import shared_features
+from .workload import Workload
 
-BRANCHES = 2
-"""Of guidance: the positive and the negative prompt."""
+USUAL_BRANCHES, MOST_BRANCHES = 2, 3
+"""Of guidance: the positive and the negative prompt, and one between them where the Sampler (Advanced) is given one."""
 WEIGHTS_SHARE = 0.8
 """So much of a GPU's memory may be weights; the rest is for what a step works with."""
 
@@ -47,22 +48,23 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a model asks of the degrees; `memory` is bytes of the smallest device, 0 where that is not known, and `offload`
-    says which weights are on it.
+    """What a model asks of the degrees; `memory` is bytes of the smallest device, 0 where that is not known, `offload`
+    says which weights are on it, and `workload` what is sampled, where that is known.
     """
 
     facts: ModelFacts
     dtype: str = "bf16"
     memory: int = 0
     offload: MemorySettings = ON_DEVICE
+    workload: Workload | None = None
 
     def problem(self, degrees: Mapping[str, int]) -> str:
         """What is wrong with degrees, of which some may be missing; empty when nothing is."""
         name, heads = self.facts.name, self.facts.heads
-        if degrees.get("cfg", 1) > BRANCHES:
+        if degrees.get("cfg", 1) > MOST_BRANCHES:
             return (
-                f"cfg {degrees['cfg']} is more than the two branches of guidance, the positive and the negative prompt: "
-                f"set cfg to 1 or 2"
+                f"cfg {degrees['cfg']} is more than the {MOST_BRANCHES} branches that guidance can have, a positive, a middle "
+                f"and a negative prompt: set cfg to 1, 2 or 3"
             )
         sharing = {axis: degrees[axis] for axis in ("ulysses", "tensor") if degrees.get(axis, 1) > 1}
         ranks = math.prod(sharing.values())
@@ -70,7 +72,27 @@ class Needs:
             formula = " x ".join(f"{axis} {degree}" for axis, degree in sharing.items())
             product = f" = {ranks}" if len(sharing) > 1 else ""
             return f"{formula}{product} is more than the {heads} attention heads of {name}: {ranks} ranks for {heads} heads"
-        return self._cut_group(degrees.get("tensor", 1))
+        return self._idle(degrees) or self._cut_group(degrees.get("tensor", 1))
+
+    def _idle(self, degrees: Mapping[str, int]) -> str:
+        """Which ranks would have nothing to do; empty when all have."""
+        load, cfg = self.workload, degrees.get("cfg", 1)
+        if load is None:
+            return ""
+        if 1 < load.branches < cfg:
+            return (
+                f"cfg {cfg} computes {cfg} prompts at the same time, but guidance evaluates {load.branches} here: the third is "
+                f"the middle one of the Sampler (Advanced)"
+            )
+        if degrees.get("data", 1) > load.batch:
+            return f"data {degrees['data']} shares the items of a batch out, but this latent has {load.batch}"
+        axes = ("cfg", "ring", "ulysses") if load.branches == 1 else ("ring", "ulysses")
+        sharing = {axis: degrees[axis] for axis in axes if degrees.get(axis, 1) > 1}
+        ranks, tokens = math.prod(sharing.values()), load.tokens(self.facts.spec.patch)
+        if ranks > tokens:
+            formula = " x ".join(f"{axis} {degree}" for axis, degree in sharing.items())
+            return f"{formula}: {ranks} ranks share the tokens, but this latent has {tokens}"
+        return ""
 
     def _cut_group(self, tensor: int) -> str:
         """Why the inputs of the quantised Linears cannot be dealt out; empty when they can."""
@@ -98,15 +120,15 @@ class Needs:
         """Whether the weights leave enough of the memory free, as far as that is known."""
         return not self.memory or self.bytes_per_rank(tensor) <= share * self.memory
 
-    def choices(self, count: int, fixed: Mapping[str, int]) -> list[Degrees]:
+    def choices(self, count: int, fixed: Mapping[str, int], *, branches: int = USUAL_BRANCHES) -> list[Degrees]:
         """The legal degrees for `count` ranks with some degrees given; the best one first.
 
-        Guidance needs the least exchange, so it comes first, then Ulysses where the ranks have equally many heads, then
-        the ring; weights are cut where they do not fit otherwise, and replicas come last: they are of use for a batch
-        only.
+        Guidance needs the least exchange, so it comes first (an open cfg is at most `branches`), then Ulysses where the
+        ranks have equally many heads, then the ring; weights are cut where they do not fit otherwise, and replicas come
+        last: they are of use for a batch only.
         """
-
-        found = [Degrees(*sizes) for sizes in _factored(count, [fixed.get(axis, 0) for axis in vars(Degrees())])]
+        listed = (Degrees(*sizes) for sizes in _factored(count, [fixed.get(axis, 0) for axis in vars(Degrees())]))
+        found = [degrees for degrees in listed if "cfg" in fixed or degrees.cfg <= branches]
         fits = {tensor: self.fits(tensor) for tensor in {degrees.tensor for degrees in found}}
 
         def cost(degrees: Degrees) -> tuple:

@@ -29,7 +29,6 @@ from .protocol import (
     event_from,
 )
 from .ranks import WORKER, Rank, Ranks
-from .settings import ModelSettings
 
 START_SECONDS = 300.0
 """How long ranks may take to join."""
@@ -69,8 +68,8 @@ class Job:
 class Executor:
     """One job at a time on the ranks of its plan.
 
-    `answer` takes events to a client, and is False when the client is gone. `plan_for` finds the plan of a model;
-    `command` starts one worker.
+    `answer` takes events to a client, and is False when the client is gone. `plan_for` finds the plan of a
+    request; `command` starts one worker.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Executor:
         home: Path,
         pool: Path | None,
         answer: Callable[[bytes, Frames], bool],
-        plan_for: Callable[[ModelSettings], Plan],
+        plan_for: Callable[[Work], Plan],
         command: Sequence[str] = WORKER,
     ) -> None:
         self.job: Job | None = None
@@ -97,7 +96,7 @@ class Executor:
         """Start a job; the ranks are started first, or replaced, where its plan asks for others than there are."""
         self.job = job
         try:
-            plan = self._plan_for(job.request.model)
+            plan = self._plan_for(job.request)
         except (ValueError, OSError) as error:
             return self._end(_failed(job, str(error), user_error=True))
         if self._ranks is None or not plan.has_ranks_of(self._ranks.plan):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +12,7 @@ from .parallel.shares import even_lengths, span
 from .parallel.ulysses import gather_tokens
 from .protocol import Conditioning
 from .regions import Box, box_of, weight_of
+from .workload import count_branches
 
 Predict = Callable[[torch.Tensor, torch.Tensor, Conditioning], torch.Tensor]
 MOST_JOINED = 4
@@ -94,7 +94,7 @@ class Denoiser:
         group: dist.ProcessGroup | None = None,
         keep_last: bool = False,
     ) -> None:
-        count = _count_needed(branches, scales, keep_last)
+        count = count_branches(branches, scales, keep_last=keep_last)
         branches, self._scales = branches[:count], scales[: count - 1]
         self._predict, self._group = predict, group if count > 1 else None
         if self._group is not None:
@@ -152,14 +152,6 @@ class Denoiser:
                 listed += [(number, entry) for entry in _defaults(branch, x)]
             self._plans[used] = _joined(listed)
         return self._plans[used]
-
-
-def _count_needed(branches: Sequence[Sequence[Entry]], scales: Sequence[float], keep_last: bool) -> int:
-    """How many of the branches count for the guided prediction."""
-    count = len(branches) if branches[-1] else len(branches) - 1
-    while count > 1 and not keep_last and math.isclose(scales[count - 2], 1.0):
-        count -= 1
-    return count
 
 
 def repeat_to_batch(conditioning: Conditioning, batch: int) -> Conditioning:

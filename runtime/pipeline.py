@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .checkpoint import build_transformer, fill_transformer
-from .components import AUTO_DTYPE, Components, check_parts
+from .components import AUTO_DTYPE, Components
 from .conditions import ConditioningReader
 from .encoders.remembered import RememberedPrompts
 from .experts import inspect_settings
@@ -18,6 +18,7 @@ from .inspection import ModelFacts
 from .linear import hold_hooks, swap_linears
 from .lora.apply import Loras
 from .mesh import Mesh
+from .parts import check_parts
 from .prediction import ByNoise, Predictor, check_positions
 from .previews import Draw, previewer
 from .progress import ReportProgress

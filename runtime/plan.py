@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .comparison import tolerance_for
-from .degrees import Degrees, Needs
+from .degrees import MOST_BRANCHES, USUAL_BRANCHES, Degrees, Needs
 from .errors import Refused
 from .experts import inspect_settings
 from .footprint import ON_DEVICE
 from .inspection import ModelFacts
 from .machine import Machine
+from .parts import check_offload, check_parts
+from .protocol import Sample, Work
 from .settings import AXES, MAX_DEGREE, MemorySettings, ModelSettings, ParallelSettings
 from .stored import GROUPS
+from .workload import Workload
 
 MIB, GIB = 1 << 20, 1 << 30
 SMALL_MODEL_BYTES = 256 * MIB
@@ -65,16 +68,26 @@ class PlanRefused(Refused):
 
 @dataclass(frozen=True)
 class Holding:
-    """How weights are held: their number format, "auto" for the device's own, and which of them are on the device."""
+    """How weights are held, their number format ("auto" for the device's own) and which of them are on the device; and what
+    is sampled with them, where that is known.
+    """
 
     dtype: str
     offload: MemorySettings
+    workload: Workload | None
 
 
-def plan_model(model: ModelSettings, machine: Machine) -> Plan:
-    """The plan of a model's settings. Raises as `make_plan`, and `Refused` for a model that cannot be used."""
+def plan_work(work: Work, machine: Machine) -> Plan:
+    """The plan of a request: that of its model, with every rank of use. Raises as `plan_model`."""
+    return plan_model(work.model, machine, workload=Workload.of(work) if isinstance(work, Sample) else None)
+
+
+def plan_model(model: ModelSettings, machine: Machine, *, workload: Workload | None = None) -> Plan:
+    """The plan of a model's settings. Raises as `make_plan`, and `Refused` for a model or a part that cannot be used."""
+    check_parts(model)
     facts = inspect_settings(model)
-    return make_plan(model.parallel, facts, machine, dtype=model.dtype, offload=model.memory)
+    check_offload(facts, model.memory)
+    return make_plan(model.parallel, facts, machine, dtype=model.dtype, offload=model.memory, workload=workload)
 
 
 def make_plan(
@@ -84,9 +97,13 @@ def make_plan(
     *,
     dtype: str = "auto",
     offload: MemorySettings = ON_DEVICE,
+    workload: Workload | None = None,
 ) -> Plan:
-    """The plan for these settings. Raises `PlanRefused` with formula, numbers and the nearest legal plan."""
-    holding = Holding(dtype, offload)
+    """The plan for these settings. Raises `PlanRefused` with formula, numbers and the nearest legal plan.
+
+    Of a `workload` nothing follows but what is refused, so that all requests of one graph have the same plan.
+    """
+    holding = Holding(dtype, offload, workload)
     problem = _problem(parallel, facts, machine, holding)
     if problem:
         raise PlanRefused(problem, nearest=_nearest(parallel, facts, machine, holding))
@@ -106,7 +123,8 @@ def _needs(facts: ModelFacts, machine: Machine, devices: Sequence[str], holding:
     sizes = [machine.cuda[int(device.removeprefix("cuda:"))].memory_mib for device in devices if device != "cpu"]
     auto = "fp32" if "cpu" in devices else "bf16"
     dtype = auto if holding.dtype == "auto" else holding.dtype
-    return Needs(facts, dtype, memory=min(sizes, default=0) * MIB, offload=holding.offload)
+    memory = min(sizes, default=0) * MIB
+    return Needs(facts, dtype, memory=memory, offload=holding.offload, workload=holding.workload)
 
 
 # What is wrong ------------------------------------------------------------------------------------------------------
@@ -114,7 +132,7 @@ def _needs(facts: ModelFacts, machine: Machine, devices: Sequence[str], holding:
 
 def _problem(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, holding: Holding) -> str:
     """What is wrong with the settings, in the user's words; empty when nothing is."""
-    wrong = Needs(facts).problem(parallel.set_degrees)
+    wrong = Needs(facts, workload=holding.workload).problem(parallel.set_degrees)
     if wrong:
         return wrong
     if _kind(parallel, machine) == "cuda" and (missing := _missing_gpus(parallel, machine)):
@@ -194,7 +212,8 @@ def _nearest(
         for count in sorted(range(1, most + 1), key=lambda count: abs(count - wanted)):
             devices = [f"cuda:{number}" for number in numbers[:count]] if usable else ["cpu"] * count
             needs = _needs(facts, machine, devices, holding)
-            fitting = [degrees for degrees in needs.choices(count, {}) if needs.fits(degrees.tensor, share=1.0)]
+            legal = needs.choices(count, {}, branches=max(USUAL_BRANCHES, min(parallel.cfg, MOST_BRANCHES)))
+            fitting = [degrees for degrees in legal if needs.fits(degrees.tensor, share=1.0)]
             if fitting:
                 return _settings(parallel, devices, min(fitting, key=lambda degrees: _change(parallel, degrees)))
     return None

@@ -23,7 +23,7 @@ from .errors import ProtocolError, Refused
 from .executor import Executor, Job
 from .folders import SHARED_MEMORY, PrivateFolder, temporary_base
 from .machine import Machine
-from .plan import Plan, plan_model
+from .plan import Plan, plan_work
 from .pool import pool_limit
 from .protocol import (
     PROTOCOL_VERSION,
@@ -40,7 +40,6 @@ from .protocol import (
     request_from,
 )
 from .ranks import ENDED, WORKER
-from .settings import ModelSettings
 
 END = "end"
 STUCK_SECONDS = 3.0
@@ -56,7 +55,7 @@ class Server:
         self,
         endpoint: str = "",
         *,
-        plan_for: Callable[[ModelSettings], Plan] | None = None,
+        plan_for: Callable[[Work], Plan] | None = None,
         command: Sequence[str] = WORKER,
     ) -> None:
         self.token = secrets.token_hex(16)
@@ -216,8 +215,8 @@ def _machine() -> Machine:
     return Machine.here()
 
 
-def _plan_for(model: ModelSettings) -> Plan:
-    return plan_model(model, _machine())
+def _plan_for(work: Work) -> Plan:
+    return plan_work(work, _machine())
 
 
 def _default_endpoint(home: Path, name: str) -> str:

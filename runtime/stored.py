@@ -51,3 +51,8 @@ class Stored:
     rows: tuple[int, int] | tuple[()] = ()
     joined: tuple[Stored, ...] = ()
     inputs: tuple[int, ...] = ()
+
+
+def converted(stored: Stored) -> bool:
+    """Whether it is packed as it is loaded, so that what is held of it is in no file."""
+    return stored.kind in GROUPS and not stored.shapes and not stored.joined

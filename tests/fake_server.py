@@ -10,8 +10,8 @@ from runtime.plan import Plan
 from runtime.server import Server, run_server
 
 
-def plan_for(model):
-    count = model.parallel.device_count or 1
+def plan_for(work):
+    count = work.model.parallel.device_count or 1
     return Plan(data=1, cfg=count, ring=1, ulysses=1, tensor=1, devices=("cpu",) * count)
 
 

@@ -40,7 +40,9 @@ FACTS = (
     "nunchaku_file",
     "inspection",
     "experts",
+    "parts",
     "machine",
+    "workload",
     "degrees",
     "plan",
 )

@@ -228,7 +228,7 @@ def test_a_plan_says_degrees_devices_bytes_and_why(capsys):
         (["--devices", "cpu:3", "--ulysses", "2"], "cpu:3 is 3 devices, but ulysses 2 = 2, of which 3 is no multiple"),
         (["--devices", "cpu:2", "--ulysses", "2", "--ring", "2"], "ring 2 x ulysses 2 = 4"),
         (["--devices", "cuda:0,1"], "cuda:0, cuda:1 are not there"),
-        (["--cfg-parallel", "3"], "set cfg to 1 or 2"),
+        (["--cfg-parallel", "4"], "set cfg to 1, 2 or 3"),
     ],
 )
 def test_a_plan_that_is_refused_names_one_that_is_not(capsys, words, says):

@@ -6,11 +6,15 @@ import math
 import random
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from runtime.inspection import ModelFacts, inspect_model
 from runtime.machine import CudaDevice, Machine, visible
-from runtime.plan import PlanRefused, make_plan
-from runtime.settings import AXES, MemorySettings, ParallelSettings
+from runtime.plan import PlanRefused, make_plan, plan_model
+from runtime.protocol import Conditioning, Sample
+from runtime.settings import AXES, MemorySettings, ModelSettings, ParallelSettings, SampleSettings
+from runtime.workload import Workload
 
 GPU = CudaDevice(name="GPU", memory_mib=81920)
 NO_GPU = Machine(cores=8)
@@ -66,7 +70,7 @@ def test_open_degrees_take_cfg_first_then_ulysses_then_the_ring(settings, machin
         ({"tensor": 4}, NO_GPU, 2, ("tensor 4", "4 ranks for 2 heads", "tensor 2")),
         ({"ulysses": 2, "tensor": 2}, NO_GPU, 2, ("ulysses 2 x tensor 2 = 4", "2 heads", "cfg 2, ring 1, ulysses 2")),
         ({"ulysses": 2, "ring": 64}, NO_GPU, 2, ("ulysses 2 = 128", "more than 64 ranks")),
-        ({"cfg": 3}, NO_GPU, 2, ("cfg 3", "set cfg to 1 or 2")),
+        ({"cfg": 4}, NO_GPU, 2, ("cfg 4", "set cfg to 1, 2 or 3", "cfg 2, ring 1, ulysses 2")),
         ({"cfg": 2}, with_gpus(1), 2, ("cfg 2 = 2 needs 2 GPUs", "1 GPU")),
         ({"devices": "cuda:0"}, NO_GPU, 2, ("cuda:0", "no GPU", "cpu:1")),
         ({"devices": "cuda:0,5"}, with_gpus(2), 2, ("cuda:5 is not there", "2 GPUs")),
@@ -98,7 +102,7 @@ def test_a_plan_uses_all_its_devices_or_the_nearest_is_accepted(gpus, heads):
         else:
             accepted += 1
             assert plan.world == len(plan.devices)
-            assert heads >= plan.ulysses * plan.tensor and plan.cfg <= 2
+            assert heads >= plan.ulysses * plan.tensor and plan.cfg <= 3
             assert all(plan.degrees[axis] == degree for axis, degree in settings.set_degrees.items())
     assert accepted and refused
 
@@ -146,6 +150,81 @@ def test_weights_that_cannot_be_held_are_refused_with_a_plan_that_can_hold_them(
     with pytest.raises(PlanRefused, match=r"28\.0 GiB on each rank at tensor 1, but cuda:0 has 24\.0 GiB") as refusal:
         make_plan(ParallelSettings(devices="cuda:0"), LARGE, machine)
     assert make_plan(refusal.value.nearest, LARGE, machine).tensor == 2
+
+
+@pytest.mark.parametrize(
+    ("degrees", "workload", "words"),
+    [
+        ({"cfg": 3}, {"branches": 2}, ("cfg 3 computes 3 prompts", "evaluates 2", "ring 3")),
+        ({"data": 4}, {"batch": 3}, ("data 4", "this latent has 3", "data 2, cfg 2")),
+        ({"ring": 7, "ulysses": 2}, {}, ("ring 7 x ulysses 2: 14 ranks", "has 12", "cfg 2, ring 7")),
+        ({"cfg": 2, "ring": 7}, {"branches": 1}, ("cfg 2 x ring 7: 14 ranks", "has 12", "tensor 2")),
+    ],
+)
+def test_degrees_that_leave_ranks_idle_in_a_request_are_refused_with_some_that_do_not(degrees, workload, words):
+    asked = Workload(latent=(workload.pop("batch", 1), 16, 1, 6, 8), **{"branches": 2, **workload})
+    with pytest.raises(PlanRefused) as refusal:
+        make_plan(ParallelSettings(**degrees), model_with(2), NO_GPU, workload=asked)
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)
+    nearest = make_plan(refusal.value.nearest, model_with(2), NO_GPU, workload=asked)
+    assert nearest.world == len(nearest.devices)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "workload"),
+    [
+        ({"cfg": 3}, {"branches": 3}),
+        ({"cfg": 3}, {"branches": 1}),
+        ({"cfg": 2}, {"branches": 3}),
+        ({"data": 2}, {"batch": 3}),
+    ],
+)
+def test_degrees_that_a_request_uses_are_taken(degrees, workload):
+    asked = Workload(latent=(workload.pop("batch", 1), 16, 1, 6, 8), **workload)
+    plan = make_plan(ParallelSettings(**degrees), model_with(2), NO_GPU, workload=asked)
+    assert plan.degrees == {**dict.fromkeys(AXES, 1), **degrees}
+
+
+def test_what_a_load_would_refuse_is_refused_by_the_plan(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    write_tiny_file(weights)
+    for fields, words in (
+        ({"model": "random:wan", "memory": MemorySettings(offload="disk")}, "random weights"),
+        ({"memory": MemorySettings(offload="disk"), "quant": "svdquant-int4"}, "converted when it is loaded"),
+        ({"vae": str(tmp_path / "none.safetensors")}, "no such VAE"),
+        ({"text_encoder": str(weights)}, "is not a diffusers text_encoder folder"),
+        ({"text_encoder_2": str(weights)}, "text_encoder_2 is set"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            plan_model(ModelSettings(**{"model": str(weights), **fields}), NO_GPU)
+    assert plan_model(ModelSettings(model=str(weights), memory=MemorySettings(offload="disk")), NO_GPU).world == 1
+
+
+def write_tiny_file(path):
+    """A file with the names and shapes of the tiny Wan, and zeros."""
+    shapes = inspect_model("random:wan").shapes
+    save_file({name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}, path)
+
+
+def test_a_request_has_the_workload_of_its_parts():
+    def prompt(tokens):
+        return Conditioning(embedding=torch.zeros(1, tokens, 8))
+
+    def request(**fields):
+        return Sample(
+            job="a",
+            model=ModelSettings(model="random:wan"),
+            latent=torch.zeros(3, 16, 9, 15, 6),
+            positive=(prompt(5), prompt(9)),
+            **fields,
+        )
+
+    both = Workload.of(request(settings=SampleSettings(), negative=(prompt(7),)))
+    assert both == Workload(latent=(3, 16, 9, 15, 6), text=9, branches=2)
+    assert (both.batch, both.tokens((1, 2, 2))) == (3, 9 * 8 * 3)
+    assert Workload.of(request(settings=SampleSettings(cfg=1.0), negative=(prompt(7),))).branches == 1
+    three = request(settings=SampleSettings(cfg_middle=2.0), negative=(prompt(7),), middle=(prompt(30),))
+    assert (Workload.of(three).branches, Workload.of(three).text) == (3, 30)
 
 
 def test_a_model_that_fits_nowhere_has_no_nearest_plan():

@@ -40,13 +40,18 @@ def some_settings(number: int) -> Iterable[ParallelSettings]:
 def planned(model: str, settings: Iterable[ParallelSettings]) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
     """The degrees of the plans accepted, and of the nearest plans that refusals name; both use all their devices."""
     facts, accepted, nearest = inspect_model(model), set(), set()
+
+    @cache  # many refusals name the same
+    def plan_of(parallel: ParallelSettings) -> Plan:
+        return make_plan(parallel, facts, NO_GPU)
+
     for each in settings:
         try:
-            plan = make_plan(each, facts, NO_GPU)
+            plan = plan_of(each)
             assert plan.degrees == each.set_degrees and len(plan.devices) == each.device_count
             accepted.add(checked(plan))
         except PlanRefused as refusal:
-            plan = make_plan(refusal.nearest, facts, NO_GPU)
+            plan = plan_of(refusal.nearest)
             assert all(f"{axis} {degree}" in str(refusal) for axis, degree in plan.degrees.items()), str(refusal)
             assert f"devices cpu:{plan.world}" in str(refusal)
             nearest.add(checked(plan))

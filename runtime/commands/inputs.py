@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..errors import Refused
@@ -11,6 +13,8 @@ from ..message import Conditioning
 
 DRAWN_LENGTHS = (19, 12)
 """Tokens of a drawn prompt and of the negative one: neither alike nor even."""
+MIDDLE_LENGTH = 15
+"""Of one between them."""
 
 MOST = 16384
 """Of pixels along a side, and of frames: ComfyUI's own bound."""
@@ -32,8 +36,8 @@ def empty_latent(form: LatentFormat, *, width: int, height: int, frames: int, ba
     return torch.zeros(batch, form.channels, *sizes, height // form.spatial, width // form.spatial)
 
 
-def drawn_conditioning(facts: ModelFacts) -> tuple[Conditioning, Conditioning]:
-    """Random numbers in the place of an encoded prompt and a negative one, of the widths that the model reads."""
+def drawn_conditioning(facts: ModelFacts, lengths: Sequence[int] = DRAWN_LENGTHS) -> tuple[Conditioning, ...]:
+    """Random numbers in the place of encoded prompts of these lengths, of the widths that the model reads."""
     generator = torch.Generator().manual_seed(0)
     width, pooled_width = (facts.config.get(key, 0) for key in (facts.spec.text_width, facts.spec.pooled_width))
 
@@ -42,5 +46,4 @@ def drawn_conditioning(facts: ModelFacts) -> tuple[Conditioning, Conditioning]:
         pooled = torch.randn(1, pooled_width, generator=generator) if pooled_width else None
         return Conditioning(embedding=embedding, pooled=pooled)
 
-    positive, negative = map(drawn, DRAWN_LENGTHS)
-    return positive, negative
+    return tuple(map(drawn, lengths))

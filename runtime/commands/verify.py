@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..comparison import Comparison
+from ..degrees import USUAL_BRANCHES
 from ..inspection import inspect_model
 from ..machine import Machine
 from ..plan import plan_model
@@ -33,7 +34,9 @@ def run(chosen: argparse.Namespace) -> int:
     machine = Machine.here()
     plan, _ = plan_model(model, machine), plan_model(one_rank, machine)  # both are refused before anything is started
     facts = inspect_model(model.model)
-    request = {"settings": settings, **_inputs(facts, size_of(chosen), batch=plan.data)}
+    if plan.cfg > USUAL_BRANCHES:
+        settings = settings.model_copy(update={"cfg_middle": settings.cfg})
+    request = {"settings": settings, **_inputs(facts, size_of(chosen), batch=plan.data, branches=plan.cfg)}
     with own_sidecar() as asker:
         reference, result = (asker.sample(each, **request).latent for each in (one_rank, model))
     comparison = Comparison.of(result, reference, tolerance=plan.tolerance)
@@ -43,10 +46,13 @@ def run(chosen: argparse.Namespace) -> int:
     return 0 if comparison.ok else 1
 
 
-def _inputs(facts: Any, size: dict[str, int], *, batch: int) -> dict[str, Any]:
-    """An empty latent, and prompts that are drawn, so that a model without a text encoder can be verified as well."""
-    from .inputs import drawn_conditioning, empty_latent  # torch: not before it is needed
+def _inputs(facts: Any, size: dict[str, int], *, batch: int, branches: int) -> dict[str, Any]:
+    """An empty latent, and prompts that are drawn, so that a model without a text encoder can be verified as well: one for
+    each of the branches that ranks share, and two at least.
+    """
+    from .inputs import DRAWN_LENGTHS, MIDDLE_LENGTH, drawn_conditioning, empty_latent  # torch: not before it is needed
 
-    positive, negative = drawn_conditioning(facts)
+    middle = (MIDDLE_LENGTH,) * (branches - USUAL_BRANCHES)
+    positive, negative, *between = drawn_conditioning(facts, (*DRAWN_LENGTHS, *middle))
     latent = empty_latent(facts.spec.latent, **size, batch=batch)
-    return {"positive": (positive,), "negative": (negative,), "latent": latent}
+    return {"positive": (positive,), "middle": tuple(between), "negative": (negative,), "latent": latent}

@@ -1,0 +1,55 @@
+"""What a request asks of the ranks, known before a weight is read: plain numbers, without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass
+
+from .protocol import Sample
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of sampling: the shape of the `latent`, `(B, C, H, W)` or `(B, C, F, H, W)`, and those of the `references`
+    beside it; the tokens of the longest prompt; and how many branches guidance evaluates.
+    """
+
+    latent: tuple[int, ...]
+    text: int = 0
+    branches: int = 1
+    references: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, request: Sample) -> Workload:
+        """That of a request, whose tensors may be references to tensors."""
+        entries = [entry for branch in request.branches for entry in branch]
+        settings = request.settings
+        return cls(
+            latent=tuple(request.latent.shape),
+            text=max(entry.embedding.shape[1] for entry in entries),
+            branches=count_branches(
+                request.branches, settings.scales, keep_last=settings.sampler_name.endswith("_cfg_pp")
+            ),
+            references=max((tuple(tuple(each.shape) for each in entry.references) for entry in entries), key=len),
+        )
+
+    @property
+    def batch(self) -> int:
+        """How many pictures or videos."""
+        return self.latent[0]
+
+    def tokens(self, patch: tuple[int, ...]) -> int:
+        """How many tokens an item has, references among them."""
+        return sum(
+            math.prod(-(-size // step) for size, step in zip(shape[-len(patch) :], patch, strict=True))
+            for shape in (self.latent, *self.references)
+        )
+
+
+def count_branches(branches: Sequence[Sized], scales: Sequence[float], *, keep_last: bool) -> int:
+    """How many branches, from the first, count for the guided prediction; `scales` as in `Denoiser`."""
+    count = len(branches) if branches[-1] else len(branches) - 1
+    while count > 1 and not keep_last and math.isclose(scales[count - 2], 1.0):
+        count -= 1
+    return count
