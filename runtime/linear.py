@@ -6,7 +6,7 @@ plain local tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from .families.spec import LinearShard, TensorSplit
 from .naming import modules_called
+from .pairs import JoinedPairs, Pair
 from .parallel.shares import WHOLE, Cut, even_lengths, span
 from .parallel.tensor import add_up, gather_features, mean_square
 from .quant import CORES, Core
@@ -39,14 +40,6 @@ class LocalPart(NamedTuple):
             self.module.place(self.leaf, tensor)
         else:
             self.module.load_state_dict({self.leaf: tensor}, strict=False, assign=True)
-
-
-class Pair(NamedTuple):
-    """What a LoRA adds to a weight, `scale * up @ down`: this rank's part of `(rank, in)` and `(out, rank)`."""
-
-    down: torch.Tensor
-    up: torch.Tensor
-    scale: float
 
 
 class ParallelLinear(nn.Module):
@@ -78,13 +71,13 @@ class ParallelLinear(nn.Module):
         has_bias = linear.bias is not None and not elsewhere
         bias_cut = cut if mode in ("column", "gather") else WHOLE
         self.bias = nn.Parameter(bias_cut.take(linear.bias), requires_grad=False) if has_bias else None
-        self.pairs: tuple[Pair, ...] = ()
+        self._pairs: JoinedPairs | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., in)` -> `(..., out)`, either one local as the mode says."""
         output = self.core(x, self.bias)
-        for pair in self.pairs:  # before the exchange, so that a pair costs none of its own
-            output.add_(F.linear(F.linear(x, pair.down), pair.up), alpha=pair.scale)
+        if self._pairs is not None:  # before the exchange, so that pairs cost none of their own
+            self._pairs.add_to(output, x)
         if self.mode == "row":
             return add_up(output, group=self._group)
         if self.mode == "gather":
@@ -104,6 +97,17 @@ class ParallelLinear(nn.Module):
         core, own = self.core.holder(leaf)
         cut = core.part(own)
         return None if cut is None else LocalPart(core, own, cut, self._group)
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """What is added to the weight."""
+        return () if self._pairs is None else self._pairs.pairs
+
+    def put_pairs(self, pairs: Sequence[Pair], *, device: torch.device) -> None:
+        """Add these to the weight from now on, and no others."""
+        if self._pairs is None:
+            self._pairs = JoinedPairs(device)
+        self._pairs.put(pairs)
 
     def local_pair(self, pair: Pair) -> Pair:
         """This rank's part of a whole pair: of a column the rows that it puts out, of a row the columns that it takes in."""

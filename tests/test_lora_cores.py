@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from runtime.linear import Pair, ParallelLinear
+from runtime.linear import ParallelLinear
 from runtime.mesh import Mesh
+from runtime.pairs import Pair
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.quant import CORES
 from runtime.settings import QUANT_KINDS, MemorySettings, ModelSettings
-from runtime.stored import AWQ_INT4, JOINED, Stored
+from runtime.stored import AWQ_INT4, BLOCKS, JOINED, Stored
+from tests.gguf_files import random_blocks
 from tests.lora_files import Draw, added, dora, kohya, write
 from tests.ranks import Case, relative_error, run_as_threads, sample_request
 
@@ -29,9 +31,12 @@ STRENGTH = 0.8
 
 
 def layer_of(kind: str, linear: nn.Linear, **options) -> ParallelLinear:
-    """A layer that holds a plain weight as this kind, from loading on."""
+    """A layer that holds a plain weight as this kind, from loading on; random codes where no plain weight becomes of it."""
     layer = ParallelLinear(linear, stored=Stored(kind), **options)
-    for leaf, tensor in linear.state_dict().items():
+    tensors = linear.state_dict()
+    if kind in BLOCKS:
+        tensors["weight"] = torch.from_numpy(random_blocks(linear.weight.shape, kind))
+    for leaf, tensor in tensors.items():
         part = layer.local_part(leaf)
         if part is not None:
             part.place(part.cut.take(tensor))
@@ -43,16 +48,16 @@ def layer_of(kind: str, linear: nn.Linear, **options) -> ParallelLinear:
 @torch.inference_mode()
 def test_pairs_add_their_product_to_the_output_of_every_core_and_cut(kind, mode):
     draw = Draw(1)
-    linear = nn.Linear(256, 384)
-    x = draw(3, 5, 256, spread=1.0).abs()  # the unsigned kind takes no negative ones
-    pairs = [Pair(draw(8, 256), draw(384, 8, spread=0.5), 1.5), Pair(draw(3, 256), draw(384, 3, spread=0.5), -1.0)]
+    linear = nn.Linear(512, 384)
+    x = draw(3, 5, 512, spread=1.0).abs()  # the unsigned kind takes no negative ones
+    pairs = [Pair(draw(8, 512), draw(384, 8, spread=0.5), 1.5), Pair(draw(3, 512), draw(384, 3, spread=0.5), -1.0)]
     product = sum(pair.scale * pair.up.double() @ pair.down.double() for pair in pairs)
 
     def run(mesh: Mesh) -> None:
         layer = layer_of(kind, linear, mode=mode, group=mesh.group("tensor"))
         local = x.chunk(2, dim=-1)[mesh.rank] if mode == "row" else x
         without = layer(local)
-        layer.pairs = tuple(layer.local_pair(pair) for pair in pairs)
+        layer.put_pairs([layer.local_pair(pair) for pair in pairs], device=x.device)
         own = product.chunk(2)[mesh.rank] if mode == "column" else product
         expected = without.double() + x.double() @ own.T
         assert relative_error(without, expected) > 0.1

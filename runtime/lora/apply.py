@@ -15,7 +15,8 @@ from torch import nn
 
 from ..checkpoint import Shapes
 from ..families.spec import FamilySpec
-from ..linear import LocalPart, Pair, ParallelLinear, local_part, parallel_linear
+from ..linear import LocalPart, ParallelLinear, local_part, parallel_linear
+from ..pairs import Pair
 from ..parallel.tensor import add_up
 from ..settings import LoraSettings
 from .changes import Change, Place
@@ -39,7 +40,7 @@ class Loras:
     ) -> None:
         self._model, self._device = model, device
         self._shapes = {**shapes, **_weights_of_linears(model)}
-        self._held = HeldLoras(model, LayerNames(family, self._shapes), dtype=dtype, device=device)
+        self._held = HeldLoras(model, LayerNames(family, self._shapes), dtype=dtype)
         self._uses: dict[str, list[Use]] = {}
         self._originals: dict[str, torch.Tensor] = {}
 
@@ -72,7 +73,8 @@ class Loras:
             self._fold(name, uses[:folded])
         if any(isinstance(use.part, Pair) for use in (*uses, *before)):
             linear = parallel_linear(self._model, name.removesuffix(WEIGHT))
-            linear.pairs = tuple(part._replace(scale=part.scale * strength) for part, strength, _ in uses[folded:])
+            pairs = [part._replace(scale=part.scale * strength) for part, strength, _ in uses[folded:]]
+            linear.put_pairs(pairs, device=self._device)
         if uses:
             self._uses[name] = uses
         else:
@@ -88,7 +90,8 @@ class Loras:
         place = Place(part.cut, self._shapes[name], partial(_sum_over, part))
         for change, strength, _ in uses:
             if isinstance(change, Pair):
-                weight = weight.float() + strength * change.scale * (change.up.float() @ change.down.float())
+                weight = weight.float()
+                weight = weight + strength * change.scale * (change.up.to(weight) @ change.down.to(weight))
             else:
                 weight = change.apply(weight.float(), strength, place)
         setattr(part.module, part.leaf, nn.Parameter(weight.to(original.dtype), requires_grad=False))

@@ -1,4 +1,4 @@
-"""The LoRA files that were read for a model: those in use on its device, the last few others in main memory."""
+"""The LoRA files that were read for a model: held in main memory, those in use and the last few others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ..errors import Refused
-from ..linear import Pair, ParallelLinear
+from ..linear import ParallelLinear
+from ..pairs import Pair
 from ..quant.plain import PlainCore
 from ..settings import LoraSettings
 from .changes import Change
@@ -27,21 +28,12 @@ class HeldLora(NamedTuple):
     parts: Mapping[str, Pair | Change]
     report: str
 
-    def on(self, device: torch.device) -> HeldLora:
-        """The same with its pairs on a device."""
-        moved = {
-            name: part._replace(down=part.down.to(device), up=part.up.to(device))
-            for name, part in self.parts.items()
-            if isinstance(part, Pair) and part.down.device != device
-        }
-        return self._replace(parts={**self.parts, **moved}) if moved else self
-
 
 class HeldLoras:
     """Reads files for one model, and holds them. The files themselves may be written anew meanwhile."""
 
-    def __init__(self, model: nn.Module, names: LayerNames, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._model, self._names, self._dtype, self._device = model, names, dtype, device
+    def __init__(self, model: nn.Module, names: LayerNames, *, dtype: torch.dtype) -> None:
+        self._model, self._names, self._dtype = model, names, dtype
         self._used: dict[tuple[str, str], HeldLora] = {}
         self._waiting: dict[tuple[str, str], HeldLora] = {}
 
@@ -50,10 +42,9 @@ class HeldLoras:
         keys = [(lora.path, lora.stamp) for lora in loras]
         known = {**self._waiting, **self._used}
         used = {key: known[key] if key in known else self._read(key[0]) for key in keys}
-        waiting = [(key, held.on(torch.device("cpu"))) for key, held in known.items() if key not in used]
-        self._waiting = dict(waiting[-WAITING:])
-        self._used = {key: held.on(self._device) for key, held in used.items()}
-        return [self._used[key] for key in keys]
+        waiting = [(key, held) for key, held in known.items() if key not in used]
+        self._waiting, self._used = dict(waiting[-WAITING:]), used
+        return [used[key] for key in keys]
 
     def _read(self, path: str) -> HeldLora:
         file = read_lora(path, names=self._names)
