@@ -149,7 +149,7 @@ def conditioning(entries: str | list, inputs: dict[str, torch.Tensor]) -> list:
     if isinstance(entries, str):
         return [[inputs[entries], {}]]
     tensors = ("mask", "pooled_output", "attention_mask", "concat_latent_image", "concat_mask")
-    made = {key: lambda name: inputs[name] for key in tensors}
+    made = {key: lambda name: None if name is None else inputs[name] for key in tensors}
     made |= {"area": tuple, "reference_latents": lambda names: [inputs[name] for name in names]}
     return [
         [inputs[name], {key: made.get(key, lambda value: value)(value) for key, value in options.items()}]
