@@ -70,7 +70,9 @@ def build_transformer(facts: ModelFacts) -> tuple[nn.Module, Shapes]:
     with building(model_class, where=_config_of(facts)):
         model = model_class(**facts.config)
     for table in family.rebuilt:
-        arguments = {argument: model.config[key] for argument, key in table.arguments}
+        arguments = {
+            argument: key(model.config) if callable(key) else model.config[key] for argument, key in table.arguments
+        }
         parent, _, leaf = table.module.rpartition(".")
         parent = model.get_submodule(parent)
         kind = STAND_INS.get(table.stand_in) or type(getattr(parent, leaf))

@@ -34,8 +34,12 @@ class ConditioningReader:
                 f"the conditioning has shape {tuple(embedding.shape)}, but {self._family.title} takes "
                 f"(batch, tokens, {self._text_width}): encode the prompt with the text encoder of this model"
             )
+        for field, way_out in self._family.refuses:
+            if getattr(conditioning, field):
+                raise Refused(f"the conditioning carries {field} {getattr(conditioning, field)}: {way_out}")
+        fill = max(self._family.text_fill - embedding.shape[1], 0)
         read = {
-            "embedding": embedding.to(**self._place),
+            "embedding": F.pad(embedding.to(**self._place), (0, 0, fill, 0)),
             "pooled": self._pooled(conditioning),
             "attention_mask": self._mask(conditioning.attention_mask),
             "guidance": conditioning.guidance if "guidance" in self._sources else None,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from .errors import Refused
@@ -27,30 +28,31 @@ class Predictor:
     def __call__(self, x: torch.Tensor, sigma: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
         """`x` is `(B, C, [F,] H, W)`, `sigma` has no dims, the conditioning is of the same batch, device and dtype."""
         family = self._family
-        reversed_ = family.prediction == "reversed velocity"
-        level = 1 - sigma if reversed_ else sigma
-        timestep = (level * family.timestep_scale).to(x.device).expand(x.shape[0])
+        is_reversed = family.prediction == "reversed velocity"
+        level = (1 - sigma if is_reversed else sigma) * family.timestep_scale
         pictures = (x.to(self._dtype), *conditioning.references)
-        inputs = {argument: _input(source, conditioning, pictures, family.patch) for argument, source in family.inputs}
+        inputs = {argument: _input(source, conditioning, pictures, family) for argument, source in family.inputs}
         latent, *references = (pad_to_patch(picture, family.patch) for picture in pictures)
         latent_shape = latent.shape
         if conditioning.concat_latent is not None:
             latent = torch.cat([latent, pad_to_patch(conditioning.concat_latent, family.patch)], dim=1)
         if family.packed:
             latent = torch.cat([pack(picture, family.patch) for picture in (latent, *references)], dim=1)
-        inputs[family.latent_input] = latent
-        if family.listed:
-            inputs = {
-                **{name: list(each) for name, each in inputs.items()},
-                family.latent_input: list(latent[:, :, None]),
-            }
-        output = self._model(**inputs, **{family.time_input: timestep}, return_dict=False)[0]
-        if family.listed:
-            output = torch.cat(output, dim=1).transpose(0, 1)
+        output = self._run(latent, level.to(x.device).expand(x.shape[0]), inputs)
         if family.packed:
             output = unpack(output, latent_shape, family.patch)
         output = output[tuple(slice(size) for size in x.shape)].float() * sigma
-        return x + output if reversed_ else x - output
+        return x + output if is_reversed else x - output
+
+    def _run(self, latent: torch.Tensor, timestep: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """What the model answers to a batch."""
+        family = self._family
+        time = {family.time_input: timestep, "return_dict": False}
+        if not family.listed:
+            return self._model(**{family.latent_input: latent}, **inputs, **time)[0]
+        items = {argument: list(tensor) for argument, tensor in inputs.items()}
+        pictures = self._model(**{family.latent_input: list(latent.unsqueeze(2))}, **items, **time)[0]
+        return torch.stack(pictures).squeeze(2)
 
 
 class ByNoise:
@@ -68,15 +70,19 @@ class ByNoise:
         return predict(x, sigma, conditioning)
 
 
-def _input(source: str, conditioning: Conditioning, pictures: tuple[torch.Tensor, ...], patch: tuple[int, ...]) -> Any:
+def _input(source: str, conditioning: Conditioning, pictures: tuple[torch.Tensor, ...], family: FamilySpec) -> Any:
     """What an argument of the model is given: a field of the conditioning, or what follows from it, the latent and the
     references (`pictures`).
     """
-    latent = pictures[0]
-    if source == "image_ids":
-        return image_ids([picture.shape for picture in pictures], patch, conditioning.reference_method, latent.device)
+    latent, patch, tokens = pictures[0], family.patch, conditioning.embedding.shape[1]
+    if source in ("image_ids", "image_places"):
+        shapes, method = [picture.shape for picture in pictures], conditioning.reference_method
+        ids = image_ids(shapes, patch, method, latent.device, apart=family.references_apart)
+        return F.pad(ids, (0, 1)) if source == "image_places" else ids
     if source == "text_ids":
-        return latent.new_zeros(conditioning.embedding.shape[1], 3, dtype=torch.float32)
+        return latent.new_zeros(tokens, 3, dtype=torch.float32)
+    if source == "text_places":
+        return F.pad(torch.arange(tokens, dtype=torch.float32, device=latent.device)[:, None], (3, 0))
     if source == "image_shapes":
         return [[patches(picture.shape, patch) for picture in pictures]] * len(latent)
     if source == "guidance":

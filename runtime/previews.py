@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from .encoders.tiny import TinyDecoder
 from .errors import Refused
@@ -37,6 +38,7 @@ def previewer(
 def preview_image(denoised: torch.Tensor, latent: LatentFormat) -> torch.Tensor:
     """`(H, W, 3)` uint8 of the first item (and frame) of a latent in model space, by a linear map of its channels."""
     first = denoised[0, :, 0] if denoised.ndim == 5 else denoised[0]
+    first = F.pixel_shuffle(first, latent.shuffle)
     factors = torch.tensor(latent.rgb, dtype=first.dtype, device=first.device)
     bias = torch.tensor(latent.rgb_bias, dtype=first.dtype, device=first.device)
     picture = torch.addmm(bias.unsqueeze(1), factors.T, first.flatten(1))

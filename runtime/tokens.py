@@ -33,11 +33,13 @@ def patches(shape: Sequence[int], patch: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def image_ids(
-    shapes: Sequence[Sequence[int]], patch: tuple[int, ...], method: str, device: torch.device
+    shapes: Sequence[Sequence[int]], patch: tuple[int, ...], method: str, device: torch.device, *, apart: int = 1
 ) -> torch.Tensor:
-    """`(tokens, 3)` float32: number, row and column of each patch of a picture and its references, given their shapes."""
+    """`(tokens, 3)` float32: number, row and column of each patch of a picture and its references, given their shapes;
+    numbers that count references are so far `apart`.
+    """
     sizes = [patches(shape, patch) for shape in shapes]
-    places = [(0, 0, 0), *_places(shapes, method, patch[-1])]
+    places = [(0, 0, 0), *_places(shapes, method, patch[-1], apart)]
     return torch.cat([_grid(size, place, device) for size, place in zip(sizes, places, strict=True)])
 
 
@@ -46,7 +48,7 @@ def _grid(size: Sequence[int], place: tuple[int, int, int], device: torch.device
     return torch.cartesian_prod(*axes) + torch.tensor(place, device=device)
 
 
-def _places(shapes: Sequence[Sequence[int]], method: str, step: int) -> Iterator[tuple[int, int, int]]:
+def _places(shapes: Sequence[Sequence[int]], method: str, step: int, apart: int) -> Iterator[tuple[int, int, int]]:
     """Number, row and column at which each reference begins, as ComfyUI's methods have it.
 
     "index": over the picture, with a number each. "uxo": one behind the other along the diagonal (arXiv:2504.02160).
@@ -54,7 +56,7 @@ def _places(shapes: Sequence[Sequence[int]], method: str, step: int) -> Iterator
     """
     height = width = 0
     for number, (*_, own_height, own_width) in enumerate(shapes[1:], start=1):
-        place, row, column = (number, 0, 0) if method == "index" else (1, 0, 0)
+        place, row, column = (apart * number, 0, 0) if method == "index" else (1, 0, 0)
         if method == "uxo":
             rows, columns = (-(-size // step) * step for size in shapes[0][-2:])
             place, row, column = 0, rows + height, columns + width

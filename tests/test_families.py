@@ -35,7 +35,7 @@ def sample(request: Sample) -> torch.Tensor:
     return pipeline.sample(request, progress=ignore_progress)
 
 
-@pytest.mark.parametrize("name", ["qwen", "zimage"])
+@pytest.mark.parametrize("name", ["qwen", "zimage", "flux2", "chroma"])
 def test_a_file_gives_the_configuration_it_was_made_with(name, tmp_path):
     family = FAMILIES[name]
     facts = inspect_model(str(random_file(family, tmp_path / "model.safetensors")))
@@ -83,6 +83,9 @@ def test_a_mask_that_is_added_to_attention_is_refused(name):
         ("qwen", {"references": (torch.zeros(1, 16, 1, 4, 4),), "reference_method": "uxo"}, r"'uxo'.*there are: index"),
         ("qwen", {"references": (torch.zeros(1, 4, 4, 4),)}, r"a reference latent has shape \(1, 4, 1, 4, 4\)"),
         ("zimage", {"references": (torch.zeros(1, 16, 4, 4),)}, r"Z-Image takes none: remove Reference Latent"),
+        ("chroma", {"guidance": 3.5}, r"carries guidance 3\.5: Chroma .* remove FluxGuidance"),
+        ("chroma", {"references": (torch.zeros(1, 16, 4, 4),)}, r"Chroma takes none: remove Reference Latent"),
+        ("flux2", {"references": (torch.zeros(1, 16, 4, 4),)}, r"Flux\.2 dev or klein works on 128 channels"),
         ("flux", {"concat_latent": torch.zeros(1, 16, 4, 4)}, r"takes none: use the inpainting"),
         ("flux-fill", {"concat_latent": torch.zeros(1, 4, 4, 4)}, r"the picture beside the latent has shape \(1, 4"),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import ChromaPipeline
 
 from runtime.families import FAMILIES
 from runtime.mesh import Mesh
@@ -16,8 +17,10 @@ from tests.bare import bare_model, plain_euler
 from tests.ranks import FIRST, TABLE, Case, relative_error, run_as_threads, run_case, run_cases_as_processes, run_on_one
 
 LIMIT = 2e-6
+UNEVEN_LIMIT = 3e-6
+"""For three replicas and the like: float32 alone is 1.4e-6 off float64 in these models, and each batch has its own rounding."""
 AGAINST_DIFFUSERS = 1e-6
-NAMES = ("zimage",)
+NAMES = ("zimage", "flux2", "chroma")
 KINDS = ("data", "cfg", "ring", "ulysses", "tensor")
 FEW = [dict.fromkeys((kind,), 2) for kind in KINDS] + [{"ring": 2, "tensor": 2}]
 MANY = [
@@ -31,7 +34,7 @@ MANY = [
 """Every pair and three of kinds, and degrees that divide nothing."""
 
 
-def compare(name: str, rows: dict[str, dict[str, Any]], degrees: dict[str, int]) -> None:
+def compare(name: str, rows: dict[str, dict[str, Any]], degrees: dict[str, int], limit: float = LIMIT) -> None:
     """Each rank's latents against those of one."""
     cases = [Case(**row, model=f"random:{name}", steps=2, degrees=degrees) for row in rows.values()]
     references = run_on_one(cases)
@@ -42,7 +45,7 @@ def compare(name: str, rows: dict[str, dict[str, Any]], degrees: dict[str, int])
 
     errors = [list(map(relative_error, results, references)) for results in run_as_threads(degrees, run)]
     print("relative errors", *(f"{error:.1e}" for error in map(max, zip(*errors, strict=True))))
-    assert max(map(max, errors)) < LIMIT
+    assert max(map(max, errors)) < limit
 
 
 @pytest.mark.parametrize("degrees", FEW, ids=str)
@@ -55,7 +58,8 @@ def test_each_kind_alone_equals_one_rank(name, degrees):
 @pytest.mark.parametrize("degrees", [*FEW, *MANY], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_product_of_kinds_equals_one_rank(name, degrees):
-    compare(name, TABLE | {"one token": {"latent": (3, 16, 2, 2), "prompts": (1, 1), "cfg": 1.0}}, degrees)
+    rows = TABLE | {"one token": {"latent": (3, 16, 2, 2), "prompts": (1, 1), "cfg": 1.0}}
+    compare(name, rows, degrees, LIMIT if degrees in FEW else UNEVEN_LIMIT)
 
 
 @pytest.mark.full
@@ -85,7 +89,48 @@ def zimage(model: torch.nn.Module) -> Velocity:
     return velocity
 
 
-CALLS = {"zimage": zimage}
+def flux2(model: torch.nn.Module) -> Velocity:
+    """As Flux2Pipeline calls it, with prompts filled up as ComfyUI does."""
+
+    def velocity(x: torch.Tensor, sigma: torch.Tensor, prompt: Conditioning) -> torch.Tensor:
+        batch, _, rows, columns = x.shape
+        places = torch.cartesian_prod(torch.arange(1), torch.arange(rows), torch.arange(columns), torch.arange(1))
+        output = model(
+            hidden_states=x.flatten(2).transpose(1, 2),
+            encoder_hidden_states=torch.nn.functional.pad(
+                prompt.embedding, (0, 0, 512 - prompt.embedding.shape[1], 0)
+            ).expand(batch, -1, -1),
+            timestep=sigma.expand(batch),
+            guidance=torch.full((batch,), 3.5),
+            img_ids=places,
+            txt_ids=torch.cartesian_prod(*[torch.arange(1)] * 3, torch.arange(512)),
+            return_dict=False,
+        )[0]
+        return output.transpose(1, 2).unflatten(2, (rows, columns))
+
+    return velocity
+
+
+def chroma(model: torch.nn.Module) -> Velocity:
+    """As ChromaPipeline calls it, without masks."""
+
+    def velocity(x: torch.Tensor, sigma: torch.Tensor, prompt: Conditioning) -> torch.Tensor:
+        batch, channels, high, wide = x.shape
+        places = torch.cartesian_prod(torch.arange(1), torch.arange(high // 2), torch.arange(wide // 2))
+        output = model(
+            hidden_states=ChromaPipeline._pack_latents(x, batch, channels, high, wide),
+            encoder_hidden_states=prompt.embedding.expand(batch, -1, -1),
+            timestep=sigma.expand(batch),
+            img_ids=places,
+            txt_ids=torch.zeros(prompt.embedding.shape[1], 3),
+            return_dict=False,
+        )[0]
+        return ChromaPipeline._unpack_latents(output, high * 8, wide * 8, vae_scale_factor=8)
+
+    return velocity
+
+
+CALLS = {"zimage": zimage, "flux2": flux2, "chroma": chroma}
 
 
 @pytest.mark.parametrize("cfg", [1.0, 3.0])
@@ -93,6 +138,7 @@ CALLS = {"zimage": zimage}
 @pytest.mark.parametrize("name", CALLS)
 def test_one_rank_equals_an_euler_loop_over_the_diffusers_class(name, latent, cfg):
     family = FAMILIES[name]
+    latent = (latent[0], family.latent.channels, *latent[2:])
     case = Case(model=f"random:{name}", latent=latent, cfg=cfg, prompts=(5, 9))
     [result] = run_on_one([case])
     error = relative_error(result, plain_euler(case, family, CALLS[name](bare_model(family))))

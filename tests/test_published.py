@@ -36,6 +36,14 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen-Image": ("qwen", "QwenImageTransformer2DModel", QWEN),
     "Qwen-Image-Edit": ("qwen", "QwenImageTransformer2DModel", QWEN),
     "Qwen-Image-Edit 2509": ("qwen", "QwenImageTransformer2DModel", QWEN),
+    "Flux.2 dev": ("flux2", "Flux2Transformer2DModel", {"out_channels": 128}),
+    "Flux.2 klein 4B": ("flux2", "Flux2Transformer2DModel", {
+        "num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24, "joint_attention_dim": 7680, "out_channels": 128,
+        "guidance_embeds": False}),
+    "Flux.2 klein 9B": ("flux2", "Flux2Transformer2DModel", {
+        "num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32, "joint_attention_dim": 12288, "out_channels": 128,
+        "guidance_embeds": False}),
+    "Chroma1": ("chroma", "ChromaTransformer2DModel", {"out_channels": 64}),
     "Z-Image Turbo": ("zimage", "ZImageTransformer2DModel", {"axes_lens": [1536, 512, 512]}),
 }  # fmt: skip
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {

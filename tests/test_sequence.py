@@ -100,7 +100,9 @@ def inputs_of(family, text: int = 5) -> dict[str, Any]:
         "pooled": torch.randn(1, family.tiny.get(family.pooled_width, 1)),
         "guidance": torch.tensor([3.5]),
         "image_ids": torch.randint(3, (8, 3)).float(),
+        "image_places": torch.randint(3, (8, 4)).float(),
         "text_ids": torch.zeros(text, 3),
+        "text_places": torch.randint(3, (text, 4)).float(),
         "image_shapes": [[(1, 2, 4)]],
     }
     inputs = {

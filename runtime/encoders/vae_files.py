@@ -50,6 +50,8 @@ _RENAMES = (
 
 def load_autoencoder(path: Path, family: FamilySpec) -> nn.Module:
     """The VAE of a family, in float32 on the CPU. Raises `Refused` when the path holds something else."""
+    if not family.vae_class:
+        raise Refused(f"the VAE of {family.title} is not available yet: use a VAE Loader with VAE Decode or VAE Encode")
     if path.is_dir():
         return _from_folder(path, family)
     if family.vae_class not in _ONE_FILE:

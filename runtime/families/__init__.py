@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from .chroma import CHROMA
 from .flux import FLUX, FLUX_CONTROL, FLUX_FILL, FLUX_SCHNELL
+from .flux2 import FLUX2
 from .qwen import QWEN
 from .spec import FamilySpec
 from .wan import WAN
 from .zimage import ZIMAGE
 
 FAMILIES: dict[str, FamilySpec] = {
-    family.name: family for family in (WAN, FLUX, FLUX_SCHNELL, FLUX_FILL, FLUX_CONTROL, QWEN, ZIMAGE)
+    family.name: family for family in (WAN, FLUX, FLUX_SCHNELL, FLUX_FILL, FLUX_CONTROL, QWEN, ZIMAGE, FLUX2, CHROMA)
 }

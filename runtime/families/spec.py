@@ -16,7 +16,8 @@ class LatentFormat:
     """The space the VAE of a family works in.
 
     `mean` and `std` are per channel, between the VAE's space and the model's. `rgb` and `rgb_bias` give a rough picture
-    from a latent in model space: one row of (red, green, blue) per channel. `preview_decoder` is what the file of its
+    from a latent in model space: one row of (red, green, blue) per channel, of the latent with `shuffle` times as many rows
+    and columns (and as many channels fewer) where a place stands for several. `preview_decoder` is what the file of its
     small decoder is named in `models/vae_approx`, as in ComfyUI.
     """
 
@@ -29,6 +30,7 @@ class LatentFormat:
     rgb: tuple[tuple[float, float, float], ...]
     rgb_bias: tuple[float, float, float]
     preview_decoder: str = ""
+    shuffle: int = 1
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,14 @@ class PackedLinear:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """A module whose tables are computed, not stored: built again with these arguments, read from the configuration.
+    """A module whose tables are computed, not stored: built again with these arguments, keys of the configuration or worked
+    out from it.
 
     `stand_in` is a module of ours that takes its place, for the rounding or the positions of ComfyUI.
     """
 
     module: str
-    arguments: tuple[tuple[str, str], ...]
+    arguments: tuple[tuple[str, str | Callable[[Mapping[str, Any]], Any]], ...]
     stand_in: Literal["", "timestep waves", "centred positions", "axis positions"] = ""
 
 
@@ -150,13 +153,16 @@ class FamilySpec:
     are keys of the configuration; where that says the width of all heads, `width` is its key and there is no `head_dim`.
     `unused` is a pattern of tensors (after the renames) that files have and nobody reads. `self_attention` is a pattern of the modules whose attention runs over the split
     tokens; `tensor` says how the weights are cut. `inputs` says which argument of the model is which field of a
-    conditioning, or what is worked out for it (`image_ids`, `text_ids`, `image_shapes`); `latent_input` and `time_input`
+    conditioning, or what is worked out for it: `image_ids` and `text_ids` are (number, row, column), `image_places` and
+    `text_places` have the place in the text behind them, `image_shapes` counts patches; `latent_input` and `time_input`
     are the arguments of the latent and the timestep. `prediction` "velocity": denoised = x - sigma * output, and the model
     is told sigma * `timestep_scale`; "reversed velocity": denoised = x + sigma * output, and it is told 1 - sigma.
     `sigma_table` is how many noise levels ComfyUI keeps for it. `packed`: the model takes patches of the latent as tokens,
     `(B, tokens, C * patch)`; `listed`: it takes lists, with an item of the batch each, and pictures of one frame. `pooled_width`, where it reads a pooled prompt, is a key of
     the configuration; so is `positions`, where the model has a table of them: how many patches it goes to along each dim.
-    `references` are the ways in which reference latents can be placed, its own one first, and `beside` is what it takes
+    `references` are the ways in which reference latents can be placed, its own one first, with their numbers so far
+    `references_apart`; `text_fill` is how many tokens a prompt is filled up to, with zeros before it; `refuses` are fields of
+    a conditioning that ComfyUI's class reads and this one cannot, each with the way out; and `beside` is what it takes
     beside the channels of the latent. `text_encoders` says, where the model's own cannot be used yet, what they are and the
     way out. `nunchaku` are the 4-bit Linears that Nunchaku's files name in their own way or fuse; `after_gelu` is a pattern
     of those whose input is the output of a GELU. `boundary`, for an architecture that comes as a pair of experts, is the
@@ -203,6 +209,9 @@ class FamilySpec:
     timestep_scale: float = 1000.0
     sigma_table: int = 1000
     references: tuple[str, ...] = ()
+    references_apart: int = 1
+    text_fill: int = 0
+    refuses: tuple[tuple[str, str], ...] = ()
     beside: tuple[Literal["picture", "mask"], ...] = ()
     text_encoders: str = ""
     fused: tuple[Fused, ...] = ()
