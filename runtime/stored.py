@@ -9,11 +9,14 @@ from typing import NamedTuple
 PLAIN = "none"
 SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, SVDQUANT_NVFP4 = "svdquant-int4", "svdquant-int4-unsigned", "svdquant-nvfp4"
 AWQ_INT4, JOINED = "awq-int4", "joined"
+FOUR_BIT = (SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, SVDQUANT_NVFP4, AWQ_INT4)
 FP8, FP8_E5M2, FP8_WIDENED = "fp8", "fp8-e5m2", "fp8-widened"
 FP8_FORMATS: Mapping[str, str] = {"F8_E4M3": FP8, "F8_E5M2": FP8_E5M2}
 """The kind of core by the format that a file's header names."""
 WEIGHT_SCALE = "weight_scale"
 """What an 8-bit weight is multiplied with: one float32 number."""
+TENSOR_SCALE = "wtscale"
+"""What a weight in 4-bit floats is multiplied with: one float32 number."""
 GROUPS: Mapping[str, int] = {SVDQUANT_INT4: 64, SVDQUANT_INT4_UNSIGNED: 64, SVDQUANT_NVFP4: 16, JOINED: 64}
 """How many input features are rounded together, by kind: no cut may go through them."""
 
@@ -38,12 +41,17 @@ def shared_features(kind: str) -> int:
     return BLOCKS[kind].elements if kind in BLOCKS else GROUPS.get(kind, 1)
 
 
+IN_TORCH, IN_TRITON, IN_NUNCHAKU = "torch", "triton", "nunchaku"
+"""What multiplies with 4-bit weights: plain torch, kernels of ours, or those of the package nunchaku."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """The `kind` of core that holds it, and the full shape of each of its tensors, by what a file calls them behind the
     name of the Linear (`weight`, `bias`, `weight_scale` ...); none for a plain weight that becomes of that kind as it is
     loaded. Where several Linears are fused in a file, `rows` are the output features of this one; where one is stored as
-    several, one for each block of `inputs`, those are `joined`, and `weight@0` is a tensor of the first.
+    several, one for each block of `inputs`, those are `joined`, and `weight@0` is a tensor of the first. `kernels` is what
+    multiplies with it where there is a choice.
     """
 
     kind: str = PLAIN
@@ -51,6 +59,12 @@ class Stored:
     rows: tuple[int, int] | tuple[()] = ()
     joined: tuple[Stored, ...] = ()
     inputs: tuple[int, ...] = ()
+    kernels: str = IN_TORCH
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Its own kind, and those of the Linears that it is stored as."""
+        return (self.kind, *(part.kind for part in self.joined))
 
 
 def converted(stored: Stored) -> bool:

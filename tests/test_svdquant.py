@@ -11,7 +11,7 @@ from runtime.mesh import Mesh
 from runtime.quant.svdquant.core import HELD
 from runtime.quant.svdquant.formats import INT4, NVFP4, UNSIGNED_INT4, Format
 from runtime.quant.svdquant.tensors import Packing
-from runtime.stored import Stored
+from runtime.stored import IN_TORCH, Stored
 from tests.ranks import relative_error, run_as_threads
 
 KINDS = {"svdquant-int4": INT4, "svdquant-int4-unsigned": UNSIGNED_INT4, "svdquant-nvfp4": NVFP4}
@@ -68,12 +68,15 @@ def by_the_formula(x: torch.Tensor, tensors: dict[str, torch.Tensor], form: Form
     return output
 
 
-def filled(n: int, k: int, kind: str, **options: object) -> ParallelLinear:
+def filled(
+    n: int, k: int, kind: str, *, dtype: torch.dtype = torch.float32, kernels: str = IN_TORCH, **options: object
+) -> ParallelLinear:
     """A layer of that kind with `plain_tensors`, as from a file."""
-    form, linear = KINDS[kind], nn.Linear(k, n, device="meta")
+    form, linear = KINDS[kind], nn.Linear(k, n, device="meta", dtype=dtype)
     packing = Packing(n, k, RANK, form)
     packed = {leaf: packing.packed(leaf, tensor) for leaf, tensor in plain_tensors(n, k, form).items()}
-    stored = Stored(kind, {leaf: tuple(tensor.shape) for leaf, tensor in packed.items()})
+    packed = {leaf: t.to(dtype) if t.element_size() > 1 and leaf != "wtscale" else t for leaf, t in packed.items()}
+    stored = Stored(kind, {leaf: tuple(tensor.shape) for leaf, tensor in packed.items()}, kernels=kernels)
     layer = ParallelLinear(linear, stored=stored, **options)
     for leaf, tensor in packed.items():
         part = layer.local_part(leaf)
@@ -99,9 +102,7 @@ def test_the_plain_path_is_the_formula(n, k, kind):
 def test_in_half_the_bits_it_is_the_formula_but_for_rounding(kind):
     x = torch.randn(40, 128, generator=torch.Generator().manual_seed(1))
     x = nn.functional.gelu(x) if KINDS[kind].unsigned else x
-    layer = filled(128, 128, kind)
-    for parameter in layer.parameters():
-        parameter.data = parameter.bfloat16() if parameter.dtype == torch.float32 else parameter
+    layer = filled(128, 128, kind, dtype=torch.bfloat16)
     output = layer(x.bfloat16())
     tensors = plain_tensors(128, 128, KINDS[kind])
     held = {leaf: tensor.bfloat16() if tensor.dtype == torch.float32 else tensor for leaf, tensor in tensors.items()}

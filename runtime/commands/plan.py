@@ -6,9 +6,12 @@ import argparse
 from typing import Any
 
 from ..errors import Refused
+from ..experts import inspect_settings
+from ..kernels import kernels_here
 from ..machine import Machine
 from ..plan import plan_model
-from ..settings import AXES
+from ..settings import AXES, ModelSettings
+from ..stored import FOUR_BIT
 from .flags import add_model_flags, add_output_flags, model_settings
 from .output import show
 
@@ -34,13 +37,21 @@ def described(answer: dict[str, Any]) -> str:
         return f"No plan: {answer['reason']}"
     degrees = ", ".join(f"{axis} {degree}" for axis, degree in answer["plan"].items())
     weights = f"{answer['bytes_per_rank'] / MIB:.1f} MiB" if answer["bytes_per_rank"] else "not known"
-    return f"{degrees}\ndevices: {', '.join(answer['devices'])}\nweights on each rank: {weights}\n{answer['reason']}"
+    lines = [
+        degrees,
+        f"devices: {', '.join(answer['devices'])}",
+        f"weights on each rank: {weights}",
+        answer["reason"],
+        answer["kernels"],
+    ]
+    return "\n".join(filter(None, lines))
 
 
 def _answer(chosen: argparse.Namespace) -> dict[str, Any]:
     """What `--json` prints."""
     try:
-        plan = plan_model(model_settings(chosen), Machine.here())
+        model = model_settings(chosen)
+        plan = plan_model(model, Machine.here())
     except Refused as refusal:
         nearest = getattr(refusal, "nearest", None)
         return {
@@ -57,5 +68,16 @@ def _answer(chosen: argparse.Namespace) -> dict[str, Any]:
         "devices": plan.devices,
         "bytes_per_rank": plan.bytes_per_rank,
         "reason": plan.reason,
+        "kernels": _kernels(model, plan.devices[0]),
         "nearest": None,
     }
+
+
+def _kernels(model: ModelSettings, device: str) -> str:
+    """What multiplies with the 4-bit weights of a model; empty where it has none."""
+    facts = inspect_settings(model)
+    kinds = {kind for each in facts.experts for stored in each.stored.values() for kind in stored.kinds}
+    if kinds.isdisjoint(FOUR_BIT):
+        return ""
+    dtype = {"cpu": "fp32"}.get(device, "bf16") if model.dtype == "auto" else model.dtype
+    return str(kernels_here(kinds, dtype=dtype, device=device))

@@ -8,7 +8,7 @@ from torch import nn
 from ..parallel.shares import WHOLE, Cut
 from ..stored import Stored
 from .core import Core
-from .svdquant.core import FOUR_BIT
+from .kernels import four_bit_core
 
 
 class JoinedCore(Core):
@@ -23,7 +23,7 @@ class JoinedCore(Core):
             start = sum(stored.inputs[:number])
             own = Cut(1, (_moved(cut.spans[number], start),)) if cut.spans else WHOLE
             piece = nn.Linear(stored.inputs[number], linear.out_features, device="meta", dtype=linear.weight.dtype)
-            self.cores.append(FOUR_BIT[part.kind](piece, own, part))
+            self.cores.append(four_bit_core(piece, own, part))
             self._lengths.append(own.spans[0].stop - own.spans[0].start if own.spans else stored.inputs[number])
             self.biases.append(nn.Parameter(linear.weight.new_empty(linear.out_features), requires_grad=False))
 

@@ -41,8 +41,8 @@ class Fitted:
 
 def fit_linear(weight: torch.Tensor, x: torch.Tensor, *, form: Format, rank: int) -> Fitted:
     """The best fit of a weight `(N, K)` to inputs `(T, K)`, both float32, K a multiple of the group."""
-    tries = [next(_fits(weight, x, smooth, form=form, rank=rank)) for smooth in _smoothings(weight, x)]
-    smooth = min(tries, key=_error).smooth
+    tries = (next(_fits(weight, x, smooth, form=form, rank=rank)) for smooth in _smoothings(weight, x))
+    smooth = min(tries, key=_error).smooth  # no more than the best and the latest are held
     return min(_fits(weight, x, smooth, form=form, rank=rank), key=_error)
 
 

@@ -25,7 +25,9 @@ ALIGNMENT = 8
 
 
 class Weights:
-    """The tensors of a model by the names that its class has for them; a context manager that holds the files open."""
+    """The tensors of a model by the names that its class has for them; a context manager that holds the files open. None of
+    their pages are mapped, which would add up to the whole model.
+    """
 
     def __init__(self, facts: ModelFacts, shapes: Shapes) -> None:
         self._facts, self._stack = facts, ExitStack()
@@ -34,7 +36,7 @@ class Weights:
 
     def __enter__(self) -> Weights:
         for source in self._facts.sources:
-            file = self._stack.enter_context(opener(source, mapped=True)(source.path))
+            file = self._stack.enter_context(opener(source, mapped=False)(source.path))
             places = {name: (file, stored, source.rows.get(name, ())) for name, stored in source.names.items()}
             self._places.update(places)
         return self

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ...parallel.shares import WHOLE, Cut
-from ...stored import SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, SVDQUANT_NVFP4, Stored
+from ...stored import TENSOR_SCALE, Stored
 from ..core import Core
-from .formats import INT4, NVFP4, SHIFT, UNSIGNED_INT4, Format, code_values, round_activations
+from .formats import FORMATS, SHIFT, code_values, round_activations
 from .making import on_load_rank, pack_on_load
 from .packing import padded
 from .tensors import PackedCut, Packing, PlainCut, Spans, every
 
 HELD = ("qweight", "wscales", "proj_up", "proj_down", "smooth_factor")
-CHANNEL_SCALES, TENSOR_SCALE = "wcscales", "wtscale"
+CHANNEL_SCALES = "wcscales"
 BIAS = "bias"
 UNUSED = ("smooth_factor_orig",)
 """In a file for whoever wants to quantise it once more."""
@@ -28,10 +26,9 @@ class SVDQuantCore(Core):
     low-rank branch sees `x` itself. The tensors stay packed; W is unpacked for each call.
     """
 
-    form: Format
-
     def __init__(self, linear: nn.Linear, cut: Cut, stored: Stored) -> None:
         super().__init__(linear, cut, stored)
+        self.form = FORMATS[stored.kind]
         shapes = stored.shapes
         rank = shapes["proj_down"][1] if shapes else on_load_rank(linear.out_features, linear.in_features)
         fused = shapes["qweight"][0] if stored.rows else linear.out_features
@@ -54,7 +51,7 @@ class SVDQuantCore(Core):
             for made, packed in pack_on_load(tensor, self._full).items():
                 super().place(made, self._part(made).take(packed))
         else:
-            super().place(leaf, tensor)
+            super().place(leaf, tensor.float() if leaf == TENSOR_SCALE else tensor)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`(..., in)` -> `(..., out)`."""
@@ -69,7 +66,7 @@ class SVDQuantCore(Core):
         values = code_values(codes, self.form).unflatten(-1, (-1, self.form.group)) * scales.float()[..., None]
         weight = values.flatten(-2)[: self._local.n]
         for leaf in {CHANNEL_SCALES, TENSOR_SCALE}.intersection(self._parameters):
-            weight = weight * self._plain(leaf, like).float()[:, None]
+            weight = weight * self._local.plain(leaf, getattr(self, leaf)).float()[:, None]
         return weight.to(like.dtype)
 
     def _plain(self, leaf: str, like: torch.Tensor) -> torch.Tensor:
@@ -85,7 +82,7 @@ class SVDQuantCore(Core):
         return (*HELD, *(leaf for leaf in (CHANNEL_SCALES, TENSOR_SCALE) if leaf in self.stored.shapes))
 
     def _dtype(self, leaf: str, linear: nn.Linear) -> torch.dtype:
-        by_leaf = {"qweight": torch.int8, "wscales": self.form.scale_dtype}
+        by_leaf = {"qweight": torch.int8, "wscales": self.form.scale_dtype, TENSOR_SCALE: torch.float32}
         return by_leaf.get(leaf, linear.weight.dtype)
 
 
@@ -95,29 +92,3 @@ def _spans(linear: nn.Linear, cut: Cut, stored: Stored) -> tuple[Spans, Spans]:
     columns = cut.spans if cut.spans and cut.dim == 1 else every(linear.in_features)
     first = stored.rows[0] if stored.rows else 0
     return tuple(slice(first + span.start, first + span.stop) for span in rows), columns
-
-
-class Int4Core(SVDQuantCore):
-    """Integers, in groups of 64."""
-
-    form = INT4
-
-
-class UnsignedInt4Core(SVDQuantCore):
-    """Integers, in groups of 64, for an input that is the output of a GELU."""
-
-    form = UNSIGNED_INT4
-
-
-class NVFP4Core(SVDQuantCore):
-    """E2M1 floats, in groups of 16."""
-
-    form = NVFP4
-
-
-FOUR_BIT: Mapping[str, type[SVDQuantCore]] = {
-    SVDQUANT_INT4: Int4Core,
-    SVDQUANT_INT4_UNSIGNED: UnsignedInt4Core,
-    SVDQUANT_NVFP4: NVFP4Core,
-}
-"""By `Stored.kind`."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+
+from ...stored import SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, SVDQUANT_NVFP4
 
 SHIFT = 0.171875
 """What is added to the output of a GELU, which is never below -0.1701, so that its codes need no sign."""
@@ -26,10 +29,21 @@ class Format:
         """Whether the codes are E2M1 floats, not integers."""
         return self.scale_dtype == torch.float8_e4m3fn
 
+    @property
+    def largest(self) -> float:
+        """The largest number that an activation's code can stand for."""
+        return E2M1_MAX if self.is_float else UINT4_MAX if self.unsigned else INT4_MAX
+
 
 INT4 = Format("int4", 64, torch.bfloat16)
 UNSIGNED_INT4 = Format("int4", 64, torch.bfloat16, unsigned=True)
 NVFP4 = Format("nvfp4", 16, torch.float8_e4m3fn)
+FORMATS: Mapping[str, Format] = {
+    SVDQUANT_INT4: INT4,
+    SVDQUANT_INT4_UNSIGNED: UNSIGNED_INT4,
+    SVDQUANT_NVFP4: NVFP4,
+}
+"""By `Stored.kind`."""
 
 
 def code_values(codes: torch.Tensor, form: Format) -> torch.Tensor:
@@ -72,9 +86,9 @@ def round_activations(x: torch.Tensor, form: Format) -> torch.Tensor:
     groups = x.unflatten(-1, (-1, form.group))
     largest = groups.abs().amax(-1, keepdim=True)
     if form.is_float:
-        scale = round_e4m3(largest / E2M1_MAX)
+        scale = round_e4m3(largest / form.largest)
         codes = round_e2m1(groups / scale.where(scale > 0, 1))
     else:
-        scale = largest / (UINT4_MAX if form.unsigned else INT4_MAX)
+        scale = largest / form.largest
         codes = (groups / scale.where(scale > 0, 1)).round()
     return (codes * scale).flatten(-2)

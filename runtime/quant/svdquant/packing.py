@@ -20,11 +20,11 @@ def padded(size: int) -> int:
     return -(-size // PADDED) * PADDED
 
 
-def grown(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The tensor with its dims grown to these sizes by zeros."""
+def grown(tensor: torch.Tensor, sizes: Sequence[int], *, fill: float = 0) -> torch.Tensor:
+    """The tensor with its dims grown to these sizes by zeros, or by another number."""
     if list(tensor.shape) == list(sizes):
         return tensor
-    larger = tensor.new_zeros(sizes)
+    larger = tensor.new_full(sizes, fill) if fill else tensor.new_zeros(sizes)
     larger[tuple(slice(size) for size in tensor.shape)] = tensor
     return larger
 

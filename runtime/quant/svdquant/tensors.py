@@ -21,7 +21,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 @dataclass(frozen=True)
 class Layout:
     """How one of the tensors lies: the way to its plain form and back, the dims of that along the output (`n`) and the
-    input features (`k`), and how many input features share a number.
+    input features (`k`), how many input features share a number, and what fills the padding.
     """
 
     unpack: Change
@@ -29,6 +29,7 @@ class Layout:
     n: int | None = None
     k: int | None = None
     group: int = 1
+    fill: float = 0
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Packing:
             "wscales": Layout(*scales, n=0, k=1, group=self.form.group),
             "proj_up": Layout(packing.unpack_up, packing.pack_up, **by_row),
             "proj_down": Layout(packing.unpack_down, packing.pack_down, k=1),
-            "smooth_factor": Layout(*_VECTOR, **by_column),
-            "smooth_factor_orig": Layout(*_VECTOR, **by_column),
+            "smooth_factor": Layout(*_VECTOR, **by_column, fill=1),  # kernels divide by it
+            "smooth_factor_orig": Layout(*_VECTOR, **by_column, fill=1),
             "bias": Layout(*_VECTOR, **by_row),
             "wcscales": Layout(*_VECTOR, **by_row),
             "wtscale": Layout(torch.Tensor.contiguous, torch.Tensor.contiguous),
@@ -87,7 +88,7 @@ class Packing:
         for dim, size in ((layout.n, padded(self.n)), (layout.k, padded(self.k) // layout.group)):
             if dim is not None:
                 sizes[dim] = size
-        return layout.pack(grown(plain, sizes)).reshape(self.shape(leaf))
+        return layout.pack(grown(plain, sizes, fill=layout.fill)).reshape(self.shape(leaf))
 
 
 _SCALES = (packing.unpack_scales, packing.pack_scales)
