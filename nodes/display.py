@@ -33,7 +33,7 @@ class NodeDisplay:
     def progress(self, event: Progress) -> None:
         """Show how far the job is."""
         if event.stage != self.stage:
-            self.text(_line(event))
+            self.text(event.line)
         elif event.step or event.preview is not None:
             self._bar(event.step, event.total, _picture(event.preview))
 
@@ -60,10 +60,6 @@ class NodeDisplay:
             self._move_bar(step, total, preview)
         except host.Interrupted:
             self.cancelled = True
-
-
-def _line(event: Progress) -> str:
-    return f"{event.stage} {event.step}/{event.total}" if event.total > 1 else event.stage
 
 
 def _picture(preview: Any) -> tuple[str, Image.Image, int] | None:

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import diffusers
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 
 from .configuration import building, check_values
 from .errors import Refused
-from .gguf_file import GGUFFile
-from .gguf_header import read_gguf
-from .inspection import ModelFacts, Source
-from .layouts import Rows
-from .linear import LocalPart, local_part
-from .offload.tensor_file import TensorFile
-from .parallel.lengths import length_of
-from .parallel.shares import WHOLE, RowsOf
+from .facts import Source
+from .inspection import ModelFacts
+from .linear import local_part
 from .positions import AxisPositions, CentredPositions
 from .progress import ReportProgress
+from .protocol import LOADING
+from .read_ahead import read_ahead
+from .reading import WeightFile, check_shape, stored_bytes
 from .stored import TENSOR_SCALE, WEIGHT_SCALE, Stored
 from .timesteps import TimestepWaves
 
-STAGE = "loading"
 REPORTS = 50
 """At most so many progress reports (and chances to cancel) in a load."""
+READERS = 4
+"""Threads that read a file: disks and links to a GPU are faster with several at once."""
 NAMED = 5
 RANDOM_SEED = 0
 STAND_INS = {"timestep waves": TimestepWaves, "centred positions": CentredPositions, "axis positions": AxisPositions}
@@ -39,10 +37,8 @@ HOST = torch.device("cpu")
 
 Shapes = Mapping[str, torch.Size]
 """The full shape of each tensor of a model, by the name its class has for it."""
-
-
-OpenFile = Callable[[Path], Any]
-_mapped = partial(safe_open, framework="pt", device="cpu")
+NamedTensor = tuple[str, "torch.Tensor | None"]
+"""This rank's part of a tensor; None for one that it does without."""
 
 
 @dataclass(frozen=True)
@@ -118,17 +114,23 @@ def fill_transformer(
     """
     if facts.sources:
         _check_names(shapes, facts)
-        left_out = streamed.names if streamed.from_file else ()
-        tensors = _stored(model, shapes, facts, from_file=streamed.from_file, wanted=lambda name: name not in left_out)
+
+    def moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        place = HOST if name in streamed.names else device
+        return tensor.to(device=place, dtype=held_dtype(name, tensor, facts, dtype))
+
+    left_out = streamed.names if streamed.from_file else frozenset()
+    sizes = {name: nbytes for name, nbytes in _stored_bytes(facts, shapes).items() if name not in left_out}
+    if facts.sources:
+        readers = 0 if streamed.from_file else READERS
+        tensors = _stored(
+            model, shapes, facts, sizes.keys(), mapped=not streamed.from_file, readers=readers, moved=moved
+        )
     else:
-        tensors = _random_parts(model, shapes)
-    stride = -(-len(shapes) // REPORTS)
-    for count, (name, tensor) in enumerate(tensors, start=1):
+        tensors = _random_parts(model, shapes, moved=moved)
+    for name, tensor in _told(tensors, sizes, progress):
         if tensor is not None:
-            place = HOST if name in streamed.names else device
-            local_part(model, name).place(tensor.to(device=place, dtype=held_dtype(name, tensor, facts, dtype)))
-        if count % stride == 0 or count == len(shapes):
-            progress(STAGE, count, len(shapes))
+            local_part(model, name).place(tensor)
     for module in model.modules():
         for leaf, table in module.named_buffers(recurse=False):
             setattr(module, leaf, table.to(device))
@@ -160,64 +162,55 @@ def _check_names(shapes: Shapes, facts: ModelFacts) -> None:
             )
 
 
+def _stored_bytes(facts: ModelFacts, shapes: Shapes) -> dict[str, int]:
+    """What each tensor takes in its file, or would take in one."""
+    if not facts.sources:
+        return {name: 4 * shape.numel() for name, shape in shapes.items()}
+    return {name: nbytes for source in facts.sources for name, nbytes in stored_bytes(source).items()}
+
+
+def _told(tensors: Iterable[NamedTensor], sizes: Mapping[str, int], progress: ReportProgress) -> Iterator[NamedTensor]:
+    """The tensors, with progress in bytes: of whole tensors, so that all ranks tell the same."""
+    total, done, told = sum(sizes.values()), 0, 0
+    for count, (name, tensor) in enumerate(tensors, start=1):
+        yield name, tensor
+        done += sizes[name]
+        if (done - told) * REPORTS >= total or count == len(sizes):
+            told = done
+            progress(LOADING, done, total)
+
+
 def _stored(
-    model: nn.Module, shapes: Shapes, facts: ModelFacts, *, from_file: bool, wanted: Callable[[str], bool]
-) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """The name of each tensor that is wanted, and this rank's part of it (None for one it does without)."""
+    model: nn.Module,
+    shapes: Shapes,
+    facts: ModelFacts,
+    wanted: Collection[str],
+    *,
+    mapped: bool,
+    readers: int,
+    moved: Callable[[str, torch.Tensor], torch.Tensor],
+) -> Iterator[NamedTensor]:
+    """This rank's part of each tensor that is wanted, `moved` to where it is used."""
     for source in facts.sources:
-        open_file = opener(source, mapped=not from_file)
         try:
-            with open_file(source.path) as file:
-                for name, stored in source.names.items():
-                    if not wanted(name):
-                        continue
-                    check_shape(file.get_slice(stored), name, shapes=shapes, source=source, facts=facts)
-                    part, rows = local_part(model, name), source.rows.get(name, ())
-                    yield name, read_part(file, source.path, stored, part, rows, open_file)
+            with WeightFile(source, mapped=mapped) as file:
+
+                def read(name: str, file: WeightFile = file, source: Source = source) -> NamedTensor:
+                    check_shape(file.get_slice(name), name, shapes=shapes, source=source, facts=facts)
+                    tensor = file.part(name, local_part(model, name))
+                    return name, tensor if tensor is None else moved(name, tensor)
+
+                yield from read_ahead(read, [name for name in source.names if name in wanted], threads=readers)
         except (OSError, SafetensorError) as error:
             raise Refused(f"{source.path} cannot be read: {error}") from error
 
 
-def opener(source: Source, *, mapped: bool) -> OpenFile:
-    """How to open a file of weights: mapped, or to have what is asked for read."""
-    if source.is_gguf:
-        return partial(GGUFFile, entries=read_gguf(source.path), packed=source.packed, mapped=mapped)
-    return _mapped if mapped else TensorFile
-
-
-def check_shape(stored: Any, name: str, *, shapes: Shapes, source: Source, facts: ModelFacts) -> None:
-    """Raise `Refused` where a slice of a file is not of the shape that the model has for it."""
-    shape, rows = tuple(stored.get_shape()), source.rows.get(name, ())
-    if rows:
-        shape = (length_of(rows), *shape[1:])
-    if shape != tuple(shapes[name]):
-        raise Refused(
-            f"{source.path}: {source.names[name]} has shape {shape}, but this {facts.spec.title} "
-            f"needs {tuple(shapes[name])}: download the file again"
-        )
-
-
-def read_part(
-    file: Any, path: Path, stored: str, part: LocalPart | None, rows: Rows = (), open_file: OpenFile = _mapped
-) -> torch.Tensor | None:
-    """All of a tensor (or of its `rows`), left in the open file; or a part, copied through an opening of its own: the pages
-    that it comes from, and more around them, count as this process's memory for as long as a tensor is left in what they
-    were read through.
-    """
-    if part is None:
-        return None
-    if part.cut == WHOLE:
-        full = file.get_tensor(stored)
-        return RowsOf(full, rows)[slice(None),] if rows else full
-    with open_file(path) as own:
-        piece = own.get_slice(stored)
-        return part.cut.take(RowsOf(piece, rows) if rows else piece)
-
-
-def _random_parts(model: nn.Module, shapes: Shapes) -> Iterator[tuple[str, torch.Tensor | None]]:
+def _random_parts(
+    model: nn.Module, shapes: Shapes, *, moved: Callable[[str, torch.Tensor], torch.Tensor]
+) -> Iterator[NamedTensor]:
     for name, tensor in random_tensors(shapes):
         part = local_part(model, name)
-        yield name, part and part.cut.take(tensor)
+        yield name, part and moved(name, part.cut.take(tensor))
 
 
 def random_tensors(shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:

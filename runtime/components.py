@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint import STAGE as LOADING
 from .encoders.remembered import RememberedPrompts
 from .encoders.reporting import GroupProgress
 from .encoders.rows import Rows
@@ -20,6 +19,7 @@ from .inspection import ModelFacts
 from .mesh import Mesh
 from .message import Conditioning
 from .progress import ReportProgress
+from .protocol import LOADING
 from .release import release_memory
 from .settings import AXES, FROM_MODEL, ModelSettings
 

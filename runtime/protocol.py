@@ -18,6 +18,8 @@ from .settings import ModelSettings, SampleSettings
 PROTOCOL_VERSION = 1
 MAX_ENTRIES = 32
 MAX_NOTICE = 4096
+LOADING = "loading"
+"""The stage of which the steps are bytes."""
 
 
 class Address(Message):
@@ -163,6 +165,13 @@ class Ready(Message):
     token: str = Field(default="", max_length=128)
 
 
+def how_far(stage: str, step: int, total: int) -> str:
+    """How far a stage is, in words: loading is told in bytes. Empty for a stage of one step."""
+    if total <= 1:
+        return ""
+    return f"{step / 1e9:.2f} of {total / 1e9:.2f} GB" if stage == LOADING else f"{step}/{total}"
+
+
 class Progress(Message):
     """How far a job is. `preview` is `(H, W, 3)` uint8, present only when it was asked for."""
 
@@ -172,6 +181,11 @@ class Progress(Message):
     step: int = Field(ge=0)
     total: int = Field(ge=0)
     preview: Tensor | None = None
+
+    @property
+    def line(self) -> str:
+        """The same in words."""
+        return f"{self.stage} {how_far(self.stage, self.step, self.total)}".rstrip()
 
 
 class Notice(Message):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .blocks import BlockRunner
-from .checkpoint import Shapes, Streamed, check_shape, held_dtype, opener
+from .checkpoint import Shapes, Streamed, held_dtype
 from .errors import Refused
 from .inspection import ModelFacts
 from .linear import LocalPart, local_part, parallel_linear
@@ -19,6 +19,7 @@ from .offload.parts import stored_part
 from .offload.tensor_file import TensorFile
 from .offload.weights import BlockWeights, ReadWeights, StagedWeights, Staging, host_weights
 from .quant.core import Core
+from .reading import check_shape, opener
 from .settings import MemorySettings, amount_of
 
 BIAS = "bias"

@@ -24,6 +24,8 @@ COMPUTE = (
     "replicas",
     "linear",
     "gguf_file",
+    "read_ahead",
+    "reading",
     "checkpoint",
     "sampling",
     "encoders",

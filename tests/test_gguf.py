@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from runtime.checkpoint import opener
 from runtime.errors import Refused
 from runtime.facts import Source
 from runtime.footprint import bytes_per_rank
@@ -25,6 +24,7 @@ from runtime.progress import ignore_progress
 from runtime.protocol import Sample
 from runtime.quant.gguf import GGUFCore
 from runtime.quant.gguf_blocks import dequantise
+from runtime.reading import opener
 from runtime.settings import LoraSettings, MemorySettings, ModelSettings, ParallelSettings
 from runtime.stored import BLOCKS
 from tests.gguf_files import random_blocks, write_tensors, write_wan

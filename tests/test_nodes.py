@@ -543,7 +543,7 @@ def test_previews_are_asked_for_as_comfyui_is_set_when_the_node_runs(
 def test_steps_move_the_bar_and_other_stages_are_text(pack, sidecar):
     picture = torch.zeros(2, 3, 3, dtype=torch.uint8)
     sidecar(
-        progress(pack, "loading", 1, 4),
+        progress(pack, "loading", 3_000_000_000, 12_500_000_000),
         progress(pack, "sampling", 1, 2, picture),
         progress(pack, "sampling", 2, 2),
         sampled(pack),
@@ -551,7 +551,7 @@ def test_steps_move_the_bar_and_other_stages_are_text(pack, sidecar):
     (latent,) = sample(pack)
     assert pack.fake.bar == [(1, 2), (2, 2)]
     assert pack.fake.previews[0][1].size == (3, 2)
-    assert pack.fake.texts == [("7", "loading 1/4"), ("7", "sampling took 0.50 s")]
+    assert pack.fake.texts == [("7", "loading 3.00 of 12.50 GB"), ("7", "sampling took 0.50 s")]
     assert latent["kept"] == 1
 
 
@@ -564,7 +564,7 @@ def test_what_the_user_should_know_stays_on_the_node(pack, sidecar):
 def test_what_was_chosen_and_why_stays_on_the_node(pack, sidecar):
     why = "2 GPUs: cfg 2"
     notice = lambda r: pack.runtime_protocol.Notice(job=r.job, text=why)  # noqa: E731
-    sidecar(notice, progress(pack, "loading", 1, 4), notice, sampled(pack))
+    sidecar(notice, progress(pack, "loading", 3_000_000_000, 12_500_000_000), notice, sampled(pack))
     sample(pack)
     assert pack.fake.texts[-1] == ("7", f"{why}\nsampling took 0.50 s")
 

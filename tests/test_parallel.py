@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from runtime import checkpoint, linear, replicas
+from runtime import checkpoint, linear, reading, replicas
 from runtime.checkpoint import build_transformer, fill_transformer, random_tensors
 from runtime.families.spec import TokenPlace
 from runtime.families.wan import TINY, WAN
@@ -249,7 +249,9 @@ def test_each_rank_reads_and_holds_its_own_part_of_the_weights(folder, monkeypat
         def get_slice(self, name: str) -> CountedSlice:
             return CountedSlice(self._file.get_slice(name))
 
-    monkeypatch.setattr(checkpoint, "_mapped", CountedFile)
+    monkeypatch.setattr(reading, "mapped_safetensors", CountedFile)
+    monkeypatch.setattr(reading, "TensorFile", CountedFile)
+    monkeypatch.setattr(checkpoint, "READERS", 0)  # the rank's own thread knows which rank it is
 
     def run(mesh: Mesh) -> int:
         model, shapes = build_transformer(facts)

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+from ..protocol import how_far
+
 WIDTH = 30
 SECONDS = 0.1
 
@@ -22,5 +24,7 @@ class Bar:
             return
         self._drawn = now
         filled = WIDTH * step // max(total, 1)
-        sys.stderr.write(f"\r{stage:<12} [{'#' * filled:<{WIDTH}}] {step}/{total}{chr(10) if ended else ''}")
+        sys.stderr.write(
+            f"\r{stage:<12} [{'#' * filled:<{WIDTH}}] {how_far(stage, step, total)}{chr(10) if ended else ''}"
+        )
         sys.stderr.flush()

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from .output import show
 
-SUITES = ("transport", "loop", "parallel", "offload", "quant")
+SUITES = ("transport", "loop", "parallel", "load", "offload", "quant")
 """Modules of `runtime.bench`, each with `measure() -> dict`, what `--json` prints, and `described(figures) -> str`."""
 
 

@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import UMT5EncoderModel
 
-from ..checkpoint import read_part
 from ..configuration import check_names, empty_model
 from ..errors import Refused
+from ..facts import Source
 from ..families.spec import LinearShard, TensorSplit
 from ..linear import ParallelEmbedding, local_part, swap_linears
 from ..parallel.shares import even_lengths
+from ..reading import WeightFile
 
 LAYER = r"encoder\.block\.\d+\.layer"
 SPLIT = TensorSplit(
@@ -51,10 +52,10 @@ def load_split(
     split_encoder(model, group)
     for path, header in headers.items():
         try:
-            with safe_open(path, framework="pt", device="cpu") as file:
+            with WeightFile(Source(path, {name: name for name in header}), mapped=True) as file:
                 for name in header:
                     part = local_part(model, name)
-                    part.place(read_part(file, path, name, part).to(dtype))
+                    part.place(file.part(name, part).to(dtype))
         except (OSError, SafetensorError) as error:
             raise Refused(f"{path} cannot be read: {error}") from error
     return model

@@ -98,8 +98,11 @@ class StoredTensor:
         if not others:
             return self._rows(rows)
         step = max(1, CHUNK_BYTES // max(1, self._row_bytes))
-        chunks = [self._rows(rows[at : at + step])[(slice(None), *others)] for at in range(0, len(rows), step)]
-        return torch.cat([chunk.clone() for chunk in chunks]) if chunks else self._rows(rows)[(slice(None), *others)]
+        wanted = torch.empty((len(rows), *self._entry.shape[1:]), device="meta")[(slice(None), *others)].shape
+        part = torch.empty(wanted, dtype=self.dtype)
+        for at in range(0, len(rows), step):
+            part[at : at + step] = self._rows(rows[at : at + step])[(slice(None), *others)]
+        return part
 
     @property
     def _row_bytes(self) -> int:

@@ -41,7 +41,8 @@ class Cut:
         if not self.spans:
             return full
         parts = [full[(slice(None),) * self.dim + (part,)] for part in self.spans]
-        return torch.cat(parts, dim=self.dim)
+        is_copy = len(parts) == 1 and not isinstance(full, torch.Tensor | RowsOf)
+        return parts[0] if is_copy else torch.cat(parts, dim=self.dim)
 
 
 WHOLE = Cut()

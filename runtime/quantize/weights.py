@@ -11,10 +11,11 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ..checkpoint import Shapes, opener, random_tensors
+from ..checkpoint import Shapes, random_tensors
 from ..inspection import ModelFacts
 from ..layouts import Rows
 from ..parallel.shares import RowsOf
+from ..reading import opener
 
 DTYPE_NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
