@@ -6,7 +6,7 @@ plain local tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -24,6 +24,10 @@ from .quant import CORES, Core
 from .stored import Stored
 
 WHOLE_LINEAR = LinearShard(pattern="", mode="whole")
+
+
+WeightChange = Callable[[torch.Tensor], torch.Tensor]
+"""From this rank's part of a weight, `(out, in)` float32, to what is added to it."""
 
 
 class LocalPart(NamedTuple):
@@ -44,7 +48,8 @@ class LocalPart(NamedTuple):
 
 class ParallelLinear(nn.Module):
     """A Linear as a core (how the weight is held), a cut over a group and low-rank `pairs`, which may be put on and taken
-    off at any time; `in_features` and `out_features` stay those of the whole.
+    off at any time; so may a `change` of a weight that cannot be written anew, which is worked out in each call.
+    `in_features` and `out_features` stay those of the whole.
 
     mode "whole": no exchange. "column": full input, local output. "row": local input, full output; one sum over the
     group, in which the first rank's part carries the bias. "gather": a column whose output is put together. Columns and
@@ -72,10 +77,13 @@ class ParallelLinear(nn.Module):
         bias_cut = cut if mode in ("column", "gather") else WHOLE
         self.bias = nn.Parameter(bias_cut.take(linear.bias), requires_grad=False) if has_bias else None
         self._pairs: JoinedPairs | None = None
+        self.change: WeightChange | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., in)` -> `(..., out)`, either one local as the mode says."""
         output = self.core(x, self.bias)
+        if self.change is not None:
+            output.add_(F.linear(x, self.change(self.core.matrix()).to(x.dtype)))
         if self._pairs is not None:  # before the exchange, so that pairs cost none of their own
             self._pairs.add_to(output, x)
         if self.mode == "row":
@@ -89,6 +97,11 @@ class ParallelLinear(nn.Module):
     def weight(self) -> torch.Tensor:
         """What a plain core holds. For classes that look at the weight of their Linears, as T5 does for its dtype."""
         return self.core.weight
+
+    @property
+    def weight_part(self) -> LocalPart:
+        """How much of the weight this rank holds, whatever tensors it is held as."""
+        return LocalPart(self.core, "weight", self.core.cut, self._group)
 
     def local_part(self, leaf: str) -> LocalPart | None:
         """Where the tensor that a file calls `leaf` goes; None when this rank does without it."""

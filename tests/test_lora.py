@@ -163,12 +163,6 @@ def test_a_streamed_model_has_the_latent_of_a_resident_one(degrees, loras):
         assert max(map(relative_error, found, wanted)) < 2e-6
 
 
-def test_a_full_matrix_on_streamed_weights_is_refused(loras):
-    pipeline = load(memory=MemorySettings(offload="layerwise", resident_blocks="0"))
-    with pytest.raises(Refused, match="without quantisation and offload"):
-        pipeline.use_loras([loras["lokr"]])
-
-
 def test_low_rank_changes_touch_no_weight(loras):
     pipeline = load()
     before = {name: weight.data_ptr() for name, weight in weights_of(pipeline).items()}

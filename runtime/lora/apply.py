@@ -1,7 +1,8 @@
 """The LoRAs of a loaded model: put on, taken off and weighed anew without loading it again.
 
 What is low rank stays beside its weight as a pair. Everything else is folded into the weight in float32; the weight as it
-was waits in main memory to be put back.
+was waits in main memory to be put back. Where the weight cannot be written anew, being packed or streamed, what would be
+folded is worked out in each call from what the weight stands for, and its product with the input added to the output.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ class Use(NamedTuple):
     part: Pair | Change
     strength: float
     folded: bool
+
+    def on(self, device: torch.device) -> Use:
+        """The same with its tensors on a device."""
+        if isinstance(self.part, Pair):
+            return self._replace(part=self.part._replace(down=self.part.down.to(device), up=self.part.up.to(device)))
+        return self._replace(part=self.part.to(device))
 
 
 class Loras:
@@ -61,7 +68,11 @@ class Loras:
         return tuple(file.report for file in held)
 
     def _is_folded(self, name: str, part: Pair | Change, fuse: bool) -> bool:
-        return isinstance(part, Change) or (fuse and can_fold(self._model.get_submodule(name.removesuffix(WEIGHT))))
+        return isinstance(part, Change) or (fuse and self._folds(name))
+
+    def _folds(self, name: str) -> bool:
+        """Whether a tensor can be written anew: all can but the weights of Linears that are packed or streamed."""
+        return not name.endswith(WEIGHT) or can_fold(self._model.get_submodule(name.removesuffix(WEIGHT)))
 
     def _put_on(self, name: str, uses: list[Use]) -> None:
         """Make these, in their order, all that is done to a tensor: what comes after the last that is folded, as pairs."""
@@ -69,7 +80,9 @@ class Loras:
         if _are_the_same(uses, before):
             return
         folded = max((place for place, use in enumerate(uses, start=1) if use.folded), default=0)
-        if folded or name in self._originals:
+        if not self._folds(name):
+            self._work_out(name, uses[:folded])
+        elif folded or name in self._originals:
             self._fold(name, uses[:folded])
         if any(isinstance(use.part, Pair) for use in (*uses, *before)):
             linear = parallel_linear(self._model, name.removesuffix(WEIGHT))
@@ -80,6 +93,16 @@ class Loras:
         else:
             del self._uses[name]
 
+    def _work_out(self, name: str, uses: list[Use]) -> None:
+        """Have what these add worked out from the weight in each call; none of them leaves it out. What they need lies where
+        the weight does: what changes a streamed one is in main memory.
+        """
+        linear = self._model.get_submodule(name.removesuffix(WEIGHT))
+        is_streamed = any(held.is_meta for held in linear.core.parameters())
+        moved = [use.on(torch.device("cpu") if is_streamed else self._device) for use in uses]
+        place = self._place(name, linear.weight_part)
+        linear.change = partial(_difference, uses=moved, place=place) if uses else None
+
     def _fold(self, name: str, uses: list[Use]) -> None:
         """Put these into the weight as it was; none of them leaves that."""
         part = local_part(self._model, name)
@@ -87,16 +110,28 @@ class Loras:
             return
         original = self._originals.setdefault(name, getattr(part.module, part.leaf).data.cpu())
         weight = original.to(self._device)
-        place = Place(part.cut, self._shapes[name], partial(_sum_over, part))
-        for change, strength, _ in uses:
-            if isinstance(change, Pair):
-                weight = weight.float()
-                weight = weight + strength * change.scale * (change.up.to(weight) @ change.down.to(weight))
-            else:
-                weight = change.apply(weight.float(), strength, place)
-        setattr(part.module, part.leaf, nn.Parameter(weight.to(original.dtype), requires_grad=False))
-        if not uses:
+        if uses:
+            weight = _changed(weight.float(), uses, self._place(name, part)).to(original.dtype)
+        else:
             del self._originals[name]
+        setattr(part.module, part.leaf, nn.Parameter(weight, requires_grad=False))
+
+    def _place(self, name: str, part: LocalPart) -> Place:
+        return Place(part.cut, self._shapes[name], partial(_sum_over, part))
+
+
+def _changed(weight: torch.Tensor, uses: Sequence[Use], place: Place) -> torch.Tensor:
+    """This rank's part of a weight with these put on; both float32."""
+    for part, strength, _ in uses:
+        if isinstance(part, Pair):
+            weight = weight + strength * part.scale * (part.up.to(weight) @ part.down.to(weight))
+        else:
+            weight = part.apply(weight, strength, place)
+    return weight
+
+
+def _difference(weight: torch.Tensor, *, uses: Sequence[Use], place: Place) -> torch.Tensor:
+    return _changed(weight, uses, place) - weight
 
 
 def _are_the_same(some: Sequence[Use], others: Sequence[Use]) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -41,6 +41,13 @@ class Change:
     def pair(self) -> LowRank | None:
         """The same as a pair, where that is the smaller form."""
         return None
+
+    def to(self, device: torch.device) -> Change:
+        """The same with its tensors on a device."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(
+            self, **{n: part.to(device) for n, part in parts.items() if isinstance(part, torch.Tensor | Change)}
+        )
 
     def rows(self, cut: Cut) -> Change:
         """The change of a tensor that is these rows of the one the file means."""

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..errors import Refused
 from ..linear import ParallelLinear
 from ..pairs import Pair
 from ..quant.plain import PlainCore
@@ -49,12 +48,6 @@ class HeldLoras:
     def _read(self, path: str) -> HeldLora:
         file = read_lora(path, names=self._names)
         parts = {name: self._pair(name, change) or change for name, change in file.changes.items()}
-        for name, part in parts.items():
-            if name.endswith(WEIGHT) and isinstance(part, Change) and not can_fold(self._layer(name)):
-                raise Refused(
-                    f"{file.path.name} changes {name} by a full matrix, which needs plain weights that stay on the device: "
-                    f"choose a LoRA of lower rank, or a model without quantisation and offload"
-                )
         return HeldLora(parts, file.report())
 
     def _pair(self, name: str, change: Change) -> Pair | None:

@@ -75,7 +75,14 @@ class AWQCore(Core):
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`(..., in)` -> `(..., out)`."""
-        codes = torch.stack([self.qweight & 15, self.qweight >> 4], dim=-1).flatten(1).to(x.dtype)
+        return F.linear(x, self._widened(x.dtype), bias)
+
+    def matrix(self) -> torch.Tensor:
+        """What the codes stand for."""
+        return self._widened(torch.float32)
+
+    def _widened(self, dtype: torch.dtype) -> torch.Tensor:
+        codes = torch.stack([self.qweight & 15, self.qweight >> 4], dim=-1).flatten(1).to(dtype)
         groups = codes.unflatten(1, (-1, GROUP))
-        scales, zeros = (tensor[:, : groups.shape[1], None].to(x.dtype) for tensor in (self.wscales, self.wzeros))
-        return F.linear(x, (groups * scales + zeros).flatten(1), bias)
+        scales, zeros = (tensor[:, : groups.shape[1], None].to(dtype) for tensor in (self.wscales, self.wzeros))
+        return (groups * scales + zeros).flatten(1)

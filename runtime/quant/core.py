@@ -37,6 +37,10 @@ class Core(nn.Module):
         """Take this rank's part of a stored tensor."""
         self.load_state_dict({leaf: tensor}, strict=False, assign=True)
 
+    def matrix(self) -> torch.Tensor:
+        """This rank's part of the weight as numbers, `(out, in)` float32: what the stored tensors stand for."""
+        raise NotImplementedError
+
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`(..., in)` -> `(..., out)`, either one of this rank's part."""
         raise NotImplementedError

@@ -37,6 +37,10 @@ class Fp8Core(Core):
         """Take this rank's part of the weight, or the scale."""
         super().place(leaf, tensor.to(self.FORMAT if leaf == "weight" else torch.float32))
 
+    def matrix(self) -> torch.Tensor:
+        """What the codes stand for."""
+        return self.widened(torch.float32)
+
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`(..., in)` -> `(..., out)`, in the dtype of `x`."""
         return F.linear(x, self.widened(x.dtype), bias)

@@ -32,9 +32,13 @@ class GGUFCore(Core):
             return part
         return Cut(1, tuple(slice(self._bytes(span.start), self._bytes(span.stop)) for span in part.spans))
 
+    def matrix(self) -> torch.Tensor:
+        """What the blocks stand for."""
+        return dequantise(self.weight, self.stored.kind)
+
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`(..., in)` -> `(..., out)`, in the dtype of `x`."""
-        return F.linear(x, dequantise(self.weight, self.stored.kind).to(x.dtype), bias)
+        return F.linear(x, self.matrix().to(x.dtype), bias)
 
     def _bytes(self, features: int) -> int:
         blocks, rest = divmod(features, self._block.elements)

@@ -45,6 +45,10 @@ class JoinedCore(Core):
         """Take a bias."""
         self.biases[int(leaf.partition("@")[2])] = nn.Parameter(tensor, requires_grad=False)
 
+    def matrix(self) -> torch.Tensor:
+        """The matrices of the cores beside each other."""
+        return torch.cat([core.matrix() for core in self.cores], dim=1)
+
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`(..., in)` -> `(..., out)`."""
         pieces = x.split(self._lengths, dim=-1)

@@ -18,6 +18,10 @@ class PlainCore(Core):
         super().__init__(linear, cut, stored)
         self.weight = nn.Parameter(cut.take(linear.weight), requires_grad=False)
 
+    def matrix(self) -> torch.Tensor:
+        """The matrix in float32."""
+        return self.weight.float()
+
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`(..., in)` -> `(..., out)`."""
         return F.linear(x, self.weight, bias)

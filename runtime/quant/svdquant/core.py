@@ -60,6 +60,12 @@ class SVDQuantCore(Core):
         smoothed = F.pad(exact / self._plain("smooth_factor", exact), (0, padded(self._local.k) - self._local.k))
         return output + F.linear(round_activations(smoothed, self.form).to(x.dtype), self.weight(x))
 
+    def matrix(self) -> torch.Tensor:
+        """What all of it stands for where activations are not rounded: the codes without the smoothing, and the branch."""
+        like = torch.empty((), device=self.qweight.device)
+        smooth, down, up = (self._plain(leaf, like) for leaf in ("smooth_factor", "proj_down", "proj_up"))
+        return self.weight(like)[:, : self._local.k] / smooth + up @ down
+
     def weight(self, like: torch.Tensor) -> torch.Tensor:
         """What codes and scales stand for, `(N, padded K)`, in the dtype of a tensor."""
         codes, scales = (self._local.layout(leaf).unpack(getattr(self, leaf)) for leaf in ("qweight", "wscales"))
