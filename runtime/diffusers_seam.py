@@ -1,22 +1,27 @@
 """The one place that touches diffusers' private parts: how a model's attention reaches us.
 
-Every attention of a diffusers model ends in `dispatch_attention_fn(..., backend=processor._attention_backend,
+Almost every attention of a diffusers model ends in `dispatch_attention_fn(..., backend=processor._attention_backend,
 parallel_config=processor._parallel_config)`. A processor that is given a backend of ours and, as parallel configuration,
 an `AttentionExchange` hands us query, key and value; the others stay as they are. A processor that sets
-`parallel_config` to None for cross attention thereby asks for plain local attention. `tests/test_sequence.py` guards this.
+`parallel_config` to None for cross attention thereby asks for plain local attention. The older processors call torch's
+`scaled_dot_product_attention` themselves: while a module with one of them runs, a mode of torch's hands us that call.
+`tests/test_sequence.py` guards this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from diffusers.models import attention_dispatch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 BACKEND_NAME = "outrigger"
+WITHOUT_DISPATCH = ("JointAttnProcessor2_0", "Lumina2AttnProcessor2_0")
+"""Processors that call torch's attention once, and themselves."""
 
 
 class AttentionExchange(Protocol):
@@ -40,10 +45,56 @@ def route_attention(module: nn.Module, exchange: AttentionExchange) -> None:
     Raises `RuntimeError` when its processor has no such seam: it would silently attend to its own tokens alone.
     """
     processor = getattr(module, "processor", None)
+    if type(processor).__name__ in WITHOUT_DISPATCH:
+        return _catch_attention(module, exchange)
     if not (hasattr(processor, "_attention_backend") and hasattr(processor, "_parallel_config")):
         raise RuntimeError(f"{type(module).__name__} with {type(processor).__name__} cannot be run over several ranks")
     processor._attention_backend = backend_named(BACKEND_NAME, _attention)
     processor._parallel_config = exchange
+
+
+def _catch_attention(module: nn.Module, exchange: AttentionExchange) -> None:
+    """Have torch's attention go through `exchange` while the module runs."""
+    caught = _Caught(exchange)
+    module.register_forward_pre_hook(lambda *_: caught.start())
+    module.register_forward_hook(lambda *_: caught.end(), always_call=True)
+
+
+class _Caught(TorchFunctionMode):
+    """Hands torch's attention to an exchange. A mode is of one thread, as ranks in tests are."""
+
+    def __init__(self, exchange: AttentionExchange) -> None:
+        super().__init__()
+        self._exchange = exchange
+
+    def start(self) -> None:
+        """Catch the calls from now on."""
+        self.__enter__()
+
+    def end(self) -> None:
+        """Let them be again."""
+        self.__exit__(None, None, None)
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        return (
+            self._attend(*args, **kwargs) if function is F.scaled_dot_product_attention else function(*args, **kwargs)
+        )
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """The arguments of torch's attention, `(B, H, S, D)`."""
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "_parallel_config": self._exchange}
+        return _attention(query, key, value, attn_mask, **options).transpose(1, 2)
 
 
 def backend_named(name: str, function: Callable[..., torch.Tensor]) -> attention_dispatch.AttentionBackendName:

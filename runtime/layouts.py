@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -45,11 +45,12 @@ class Layout:
         """How a file of this family lies, from the part of its header that is the transformer's."""
         layout = cls()
         used = {name: entry for name, entry in header.items() if name.rpartition(".")[2] not in WITHOUT_USE}
+        meant = {stored: renamed(stored, family) for stored in used}
+        there = set(meant.values())
         for stored, entry in used.items():
-            meant = renamed(stored, family)
-            if family.unused and re.fullmatch(family.unused, meant):
+            if family.unused and re.fullmatch(family.unused, meant[stored]):
                 continue
-            for name, rows in _meant(meant, entry.shape, family):
+            for name, rows in _meant(meant[stored], entry.shape, family, there):
                 layout.names[name] = stored
                 layout.shapes[name] = entry.shape
                 layout.formats[name] = entry.dtype
@@ -116,11 +117,13 @@ def block_spans(blocks: tuple[int, ...], rows: int) -> list[slice]:
     return [slice(*pair) for pair in pairwise(ends)]
 
 
-def _meant(name: str, shape: tuple[int, ...], family: FamilySpec) -> Iterator[tuple[str, Rows]]:
-    """The tensors of the class that a stored one stands for, and which of its rows each is; none for all of them."""
+def _meant(name: str, shape: tuple[int, ...], family: FamilySpec, there: Container[str]) -> Iterator[tuple[str, Rows]]:
+    """The tensors of the class that a stored one stands for, and which of its rows each is; none for all of them. `there` are
+    the names of all.
+    """
     layer, _, leaf = name.rpartition(".")
     for fused in family.fused:
-        if found := re.fullmatch(fused.pattern, layer):
+        if found := fused.match(layer, there):
             for part, rows in zip(fused.parts, _rows(fused, shape), strict=True):
                 yield f"{found.expand(part[0])}.{leaf}", rows
             return

@@ -51,6 +51,12 @@ CHROMA = {
     "theta": 10000, "qkv_bias": True, "in_dim": 64, "out_dim": 64, "hidden_dim": 96, "n_layers": 2,
 }  # fmt: skip
 """As many blocks as make the 344 modulations that ComfyUI counts on."""
+SD3 = {
+    "in_channels": 16, "patch_size": 2, "out_channels": 16, "depth": 4, "num_blocks": 3, "input_size": None,
+    "adm_in_channels": 32, "num_patches": 256, "pos_embed_max_size": 16, "pos_embed_scaling_factor": None, "qk_norm": "rms",
+    "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 64, "out_features": 256}},
+    "x_block_self_attn_layers": [0],
+}  # fmt: skip
 MODELS = {
     "flux": ("Flux", FLUX),
     "flux-schnell": ("FluxSchnell", {**FLUX, "guidance_embed": False}),
@@ -61,8 +67,10 @@ MODELS = {
     "flux2": ("Flux2", FLUX2),
     "flux2-klein": ("Flux2", {**FLUX2, "guidance_embed": False}),
     "chroma": ("Chroma", CHROMA),
+    "sd3": ("SD3", SD3),
+    "sd3-medium": ("SD3", {**SD3, "qk_norm": None, "x_block_self_attn_layers": []}),
 }
-FAMILY_OF = {"flux2-klein": "flux2"}
+FAMILY_OF = {"flux2-klein": "flux2", "sd3-medium": "sd3"}
 """By our family, or what is named here: ComfyUI's class, and its configuration."""
 REMADE = {"zimage": {"t_embedder": {"hidden_size": 1024, "output_size": 256}}}
 

@@ -20,7 +20,7 @@ LIMIT = 2e-6
 UNEVEN_LIMIT = 3e-6
 """For three replicas and the like: float32 alone is 1.4e-6 off float64 in these models, and each batch has its own rounding."""
 AGAINST_DIFFUSERS = 1e-6
-NAMES = ("zimage", "flux2", "chroma")
+NAMES = ("zimage", "flux2", "chroma", "sd3")
 KINDS = ("data", "cfg", "ring", "ulysses", "tensor")
 FEW = [dict.fromkeys((kind,), 2) for kind in KINDS] + [{"ring": 2, "tensor": 2}]
 MANY = [
@@ -130,7 +130,17 @@ def chroma(model: torch.nn.Module) -> Velocity:
     return velocity
 
 
-CALLS = {"zimage": zimage, "flux2": flux2, "chroma": chroma}
+def sd3(model: torch.nn.Module) -> Velocity:
+    """As StableDiffusion3Pipeline calls it."""
+
+    def velocity(x: torch.Tensor, sigma: torch.Tensor, prompt: Conditioning) -> torch.Tensor:
+        fields = (prompt.embedding.expand(len(x), -1, -1), prompt.pooled.expand(len(x), -1))
+        return model(x, *fields, (sigma * 1000).expand(len(x)), return_dict=False)[0]
+
+    return velocity
+
+
+CALLS = {"zimage": zimage, "flux2": flux2, "chroma": chroma, "sd3": sd3}
 
 
 @pytest.mark.parametrize("cfg", [1.0, 3.0])

@@ -44,6 +44,14 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32, "joint_attention_dim": 12288, "out_channels": 128,
         "guidance_embeds": False}),
     "Chroma1": ("chroma", "ChromaTransformer2DModel", {"out_channels": 64}),
+    "Stable Diffusion 3 medium": ("sd3", "SD3Transformer2DModel", {
+        "num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "pos_embed_max_size": 192}),
+    "Stable Diffusion 3.5 medium": ("sd3", "SD3Transformer2DModel", {
+        "num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "pos_embed_max_size": 384,
+        "dual_attention_layers": list(range(13)), "qk_norm": "rms_norm"}),
+    "Stable Diffusion 3.5 large": ("sd3", "SD3Transformer2DModel", {
+        "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "pos_embed_max_size": 192,
+        "qk_norm": "rms_norm"}),
     "Z-Image Turbo": ("zimage", "ZImageTransformer2DModel", {"axes_lens": [1536, 512, 512]}),
 }  # fmt: skip
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -57,8 +65,6 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen-Image-Layered": ("Qwen-Image-Layered", "QwenImageTransformer2DModel",
                            {**QWEN, "use_additional_t_cond": True}),
     "Z-Image Omni": ("Z-Image Omni", "ZImageTransformer2DModel", {"siglip_feat_dim": 1152}),
-    "Stable Diffusion 3.5 large": ("looked for", "SD3Transformer2DModel",
-                                   {"num_layers": 38, "num_attention_heads": 38, "pos_embed_max_size": 192}),
     "LTX-Video": ("looked for", "LTXVideoTransformer3DModel", {}),
     "HunyuanVideo": ("looked for", "HunyuanVideoTransformer3DModel", {}),
     "Lumina 2": ("looked for", "Lumina2Transformer2DModel", {}),

@@ -6,10 +6,12 @@ from .chroma import CHROMA
 from .flux import FLUX, FLUX_CONTROL, FLUX_FILL, FLUX_SCHNELL
 from .flux2 import FLUX2
 from .qwen import QWEN
+from .sd3 import SD3
 from .spec import FamilySpec
 from .wan import WAN
 from .zimage import ZIMAGE
 
 FAMILIES: dict[str, FamilySpec] = {
-    family.name: family for family in (WAN, FLUX, FLUX_SCHNELL, FLUX_FILL, FLUX_CONTROL, QWEN, ZIMAGE, FLUX2, CHROMA)
+    family.name: family
+    for family in (WAN, FLUX, FLUX_SCHNELL, FLUX_FILL, FLUX_CONTROL, QWEN, ZIMAGE, FLUX2, CHROMA, SD3)
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -134,11 +134,18 @@ class Fused:
 
     `pattern` is one of its name, without `weight` or `bias`. Its rows are blocks of the relative sizes `blocks`; each of
     `parts` is a layer of the class, by the replacement for the pattern, and the blocks that make it up, in their order.
+    `unless` is a tensor, by the same replacement, whose presence says that the layer lies otherwise there.
     """
 
     pattern: str
     blocks: tuple[int, ...]
     parts: tuple[tuple[str, tuple[int, ...]], ...]
+    unless: str = ""
+
+    def match(self, layer: str, there: Container[str]) -> re.Match[str] | None:
+        """The match of a layer that lies so, in a model of which these tensors are there."""
+        found = re.fullmatch(self.pattern, layer)
+        return None if found and self.unless and found.expand(self.unless) in there else found
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class LayerNames:
 
     def _find_fused(self, layer: str) -> tuple[Target, ...]:
         for fused in self.family.fused:
-            if found := re.fullmatch(fused.pattern, layer):
+            if found := fused.match(layer, self.shapes):
                 names = [f"{found.expand(part)}{WEIGHT}" for part, _ in fused.parts]
                 if all(name in self.shapes for name in names):
                     spans = block_spans(fused.blocks, sum(self.shapes[name][0] for name in names))
