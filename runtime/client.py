@@ -22,6 +22,7 @@ from .protocol import (
     Cancel,
     Event,
     Failed,
+    Free,
     Hello,
     Notice,
     Progress,
@@ -33,6 +34,7 @@ from .protocol import (
     Work,
     event_from,
 )
+from .settings import ModelSettings
 
 POLL_SECONDS = 0.05
 CANCEL_SECONDS = 10.0
@@ -87,14 +89,19 @@ class Sidecar:
                 if not ended and self.alive:  # an error, a cancel, or nobody looks at the events any more
                     self._connection.send(encode(Cancel(job=request.job))[0])
 
-    def status(self) -> Report:
-        """How the sidecar is. Raises `SidecarError` when it is gone."""
+    def status(self, model: ModelSettings | None = None) -> Report:
+        """How the sidecar is, and what a model would still take. Raises `SidecarError` when it is gone."""
         with self._turn:
-            self._connection.send(encode(Status())[0])
-            while True:
-                event = self._receive()
-                if isinstance(event, Report):
-                    return event
+            return self._report(Status(model=model))
+
+    def free(self) -> Report | None:
+        """Have everything that is loaded let go of; None where a call is under way, which needs it. Raises as `status`."""
+        if not self._turn.acquire(timeout=POLL_SECONDS):
+            return None
+        try:
+            return self._report(Free())
+        finally:
+            self._turn.release()
 
     def close(self) -> None:
         """End the process, its ranks with it, and remove what it leaves."""
@@ -115,6 +122,13 @@ class Sidecar:
             yield
         finally:
             self._turn.release()
+
+    def _report(self, question: Status | Free) -> Report:
+        self._connection.send(encode(question)[0])
+        while True:
+            event = self._receive()
+            if isinstance(event, Report):
+                return event
 
     def _send(self, request: Work) -> Iterator[Notice]:
         frames, refs = encode(request, pool=self._pool)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from .encoders.remembered import RememberedPrompts
 from .encoders.reporting import GroupProgress
@@ -54,6 +55,11 @@ class Components:
         encoder = (files, self._family.text_length, self._text_device.type)
         conditioning = self._prompts.recall(encoder, text, encode)
         return conditioning if self._mesh.rank == 0 else None
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The parts that have been read."""
+        return [part.model for part in (self.text_encoder, self.autoencoder) if part is not None]
 
     @contextmanager
     def vae(self, progress: ReportProgress) -> Iterator[Autoencoder]:

@@ -6,19 +6,20 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 
 from .channel import Bell, Frames, Listener, encode, parse, references
 from .errors import ProtocolError
+from .jobs import Job, are_alike, death, failed, status_of
 from .plan import Plan
 from .pool import Mappings
 from .protocol import (
     Cancel,
-    EncodeText,
     Event,
     Failed,
     Finished,
+    Memory,
     Notice,
     Progress,
     Ready,
@@ -28,7 +29,9 @@ from .protocol import (
     Work,
     event_from,
 )
+from .rank_settings import KeepSettings
 from .ranks import WORKER, Rank, Ranks
+from .settings import ModelSettings
 
 START_SECONDS = 300.0
 """How long ranks may take to join."""
@@ -37,39 +40,17 @@ GRACE_SECONDS = 2.0
 STOP_SECONDS = 20.0
 """The same once one has stopped: the others may be on the way to the boundary still."""
 
-KILL_HINT = ", as the system does when memory runs out"
 CANCELLED_SECONDS = 300.0
 """How long ranks may take to the next boundary after a cancel. Then they hang, and are replaced."""
 
 log = logging.getLogger("outrigger")
 
 
-@dataclass
-class Job:
-    """A request being run, whose client is `peer`, and what is known of it."""
-
-    peer: bytes
-    request: Work
-    frames: Frames
-    sent: bool = False
-    last: Progress | None = None
-    result: Frames | None = None
-    stopped: bool = False
-    through: set[int] = field(default_factory=set)
-    failures: list[Failed] = field(default_factory=list)
-    deadline: float | None = None
-
-    @property
-    def name(self) -> str:
-        """The job's name on the wire."""
-        return self.request.job
-
-
 class Executor:
     """One job at a time on the ranks of its plan.
 
     `answer` takes events to a client, and is False when the client is gone. `plan_for` finds the plan of a
-    request; `command` starts one worker.
+    request; `command` starts one worker, `keep` is what the ranks keep loaded.
     """
 
     def __init__(
@@ -83,11 +64,13 @@ class Executor:
         answer: Callable[[bytes, Frames], bool],
         plan_for: Callable[[Work], Plan],
         command: Sequence[str] = WORKER,
+        keep: KeepSettings = KeepSettings(),
     ) -> None:
         self.job: Job | None = None
         self._listener, self._bell, self._token, self._home, self._pool = listener, bell, token, home, pool
         self._answer, self._plan_for, self._command = answer, plan_for, command
         self._segments, self._model = Mappings(pool), ""
+        self._keep, self._idle_since = keep, time.monotonic()
         self._ranks: Ranks | None = None
 
     # What the loop calls
@@ -98,7 +81,7 @@ class Executor:
         try:
             plan = self._plan_for(job.request)
         except (ValueError, OSError) as error:
-            return self._end(_failed(job, str(error), user_error=True))
+            return self._end(failed(job, str(error), user_error=True))
         if self._ranks is None or not plan.has_ranks_of(self._ranks.plan):
             self._start(plan)
         self._ranks.plan = plan
@@ -125,9 +108,11 @@ class Executor:
             log.warning("a rank sent what is not a message: %s", error)
             if rank is None or job is None:
                 return
-            event = _failed(job, f"not a message: {error}", rank=rank.settings.rank)
+            event = failed(job, f"not a message: {error}", rank=rank.settings.rank)
         if rank and isinstance(event, Ready):
             self._joined(rank, event)
+        elif rank and isinstance(event, Memory):
+            rank.memory = event
         elif rank and job and getattr(event, "job", "") == job.name:
             self._note(job, rank.settings.rank, event, frames)
         else:
@@ -138,39 +123,73 @@ class Executor:
         rank = self._ranks.by_identity(identity) if self._ranks else None
         if rank is None:
             return
-        log.warning("rank %d ended (%s)", rank.settings.rank, _status(rank))
+        log.warning("rank %d ended (%s)", rank.settings.rank, status_of(rank))
         self.stop()
         if self.job:
-            self._end(_death(self.job, rank))
+            self._end(death(self.job, rank))
 
     def tick(self) -> None:
         """Act on a deadline that has passed."""
-        job = self.job
-        if job is None or job.deadline is None or time.monotonic() < job.deadline:
+        deadline, job = self._deadline, self.job
+        if deadline is None or time.monotonic() < deadline:
             return
+        if job is None:
+            log.info("no prompt for %g minutes: everything is let go of", self._keep.idle_minutes)
+            return self.stop()
         if not job.sent:
-            job.failures.append(_failed(job, f"the ranks did not join within {START_SECONDS:.0f} s"))
+            job.failures.append(failed(job, f"the ranks did not join within {START_SECONDS:.0f} s"))
         self.stop()
         self._settle(job)
 
     def patience(self) -> int | None:
         """Milliseconds until `tick` has something to do; None when that depends on others."""
-        if self.job is None or self.job.deadline is None:
+        if self._deadline is None:
             return None
-        return max(0, int((self.job.deadline - time.monotonic()) * 1000) + 1)
+        return max(0, int((self._deadline - time.monotonic()) * 1000) + 1)
 
-    def report(self) -> Report:
-        """What there is, and what it does."""
-        ranks = tuple(rank.report() for rank in self._ranks.all) if self._ranks else ()
-        chosen = {"plan": self._ranks.plan.reason, "tolerance": self._ranks.plan.tolerance} if self._ranks else {}
-        busy = self.job.name if self.job else ""
-        return Report(pid=os.getpid(), ranks=ranks, **chosen, model=self._model, busy=busy)
+    def report(self, model: ModelSettings | None = None) -> Report:
+        """What there is and what it does, and what this model would still take."""
+        ranks = self._ranks
+        known = {"plan": ranks.plan.reason, "tolerance": ranks.plan.tolerance} if ranks else {}
+        devices = ranks.plan.devices if ranks else ()
+        room = 0
+        if model is not None and not self._has(model):
+            with suppress(ValueError, OSError):  # the job itself will say what is wrong
+                plan = self._plan_for(Work(job="status", model=model))
+                devices, room = plan.devices, plan.bytes_per_rank
+        return Report(
+            pid=os.getpid(),
+            ranks=tuple(rank.report() for rank in ranks.all) if ranks else (),
+            devices=devices,
+            model=self._model,
+            busy=self.job.name if self.job else "",
+            room=room,
+            **known,
+        )
+
+    def free(self) -> None:
+        """Let go of everything, unless a job runs: the processes end, so that nothing of theirs is left."""
+        if self.job is None and self._ranks:
+            log.info("everything that is loaded is let go of")
+            self.stop()
 
     def stop(self) -> None:
         """Stop all ranks."""
         if self._ranks:
             self._ranks.stop()
             self._ranks, self._model = None, ""
+
+    @property
+    def _deadline(self) -> float | None:
+        """When `tick` has something to do: the job's, or that of what has been idle for too long."""
+        if self.job is not None:
+            return self.job.deadline
+        limit = 60.0 * self._keep.idle_minutes
+        return self._idle_since + limit if self._ranks and limit else None
+
+    def _has(self, model: ModelSettings) -> bool:
+        ranks = self._ranks.all if self._ranks else ()
+        return bool(ranks) and all(model.weights in [held.model for held in rank.memory.models] for rank in ranks)
 
     # Ranks
 
@@ -185,6 +204,7 @@ class Executor:
             pool=self._pool,
             command=self._command,
             bell=self._bell,
+            keep=self._keep,
         )
 
     def _joined(self, rank: Rank, event: Ready) -> None:
@@ -235,14 +255,14 @@ class Executor:
     def _settle(self, job: Job) -> None:
         """Answer, now that every rank is through or has been stopped."""
         if job.failures:
-            if self._ranks and not _are_alike(job, self._ranks.plan):
+            if self._ranks and not are_alike(job, self._ranks.plan):
                 self.stop()  # they differ now in what they have loaded
             return self._end(job.failures[0])
         self._end(Stopped(job=job.name) if job.stopped or job.result is None else None)
 
     def _end(self, event: Event | None) -> None:
         """Send the last event of the job, or the result that was held back, and be free for the next."""
-        job, self.job = self.job, None
+        job, self.job, self._idle_since = self.job, None, time.monotonic()
         if job is None:
             return
         if job.result is not None and event is not None:
@@ -263,36 +283,3 @@ class Executor:
         for ref in references(event):
             if ref.segment:
                 self._segments.discard(ref.segment)
-
-
-def _failed(job: Job, message: str, *, user_error: bool = False, rank: int | None = None) -> Failed:
-    last = job.last
-    return Failed(
-        job=job.name,
-        message=message[: 1 << 14],
-        user_error=user_error,
-        rank=rank,
-        stage=last.stage if last else "",
-        step=last.step if last else None,
-    )
-
-
-def _death(job: Job, rank: Rank) -> Failed:
-    what = "ended; the next prompt starts new ranks" if job.sent else "did not start"
-    message = f"the process of this rank on {rank.settings.device} {what} ({_status(rank)})"
-    lines = "\n".join(rank.last_lines)
-    return _failed(job, f"{message}. Its last lines:\n{lines}" if lines else message, rank=rank.settings.rank)
-
-
-def _status(rank: Rank) -> str:
-    if (status := rank.exit_status) is None or status >= 0:
-        return f"exit status {status}"
-    return f"killed by signal {-status}{KILL_HINT if status == -9 else ''}"
-
-
-def _are_alike(job: Job, plan: Plan) -> bool:
-    """Whether all ranks refused the same thing, or all that encode text for the others did: then none is ahead of another."""
-    failures, refusing = job.failures, {plan.world}
-    if isinstance(job.request, EncodeText) and len(job.through) == plan.world and all(f.loaded for f in failures):
-        refusing.add(plan.tensor)
-    return len(failures) in refusing and len({f.message for f in failures}) == 1 and not failures[0].out_of_memory

@@ -104,6 +104,14 @@ class Mesh:
         dist.broadcast(number, src=0, group=self.control)
         return int(number)
 
+    def largest(self, value: int) -> int:
+        """The largest value of all ranks, on each. All ranks call it together."""
+        if self.control is None:
+            return value
+        number = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.control)
+        return int(number)
+
 
 def _place(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Coordinates of a rank, the last one running fastest."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from .protocol import Conditioning, Sample
 from .quant.kernels import usable_kernels
 from .regions import pair_areas, resolve_region
 from .replicas import Replicas
+from .room import bytes_needed
 from .sample_inputs import flow_table, noise_of, sigmas_of
 from .sampling import (
     SAMPLERS,
@@ -41,6 +42,7 @@ from .sampling import (
 from .sequence import Sequence, split_tokens
 from .settings import LoraSettings, ModelSettings
 from .streaming import choose_streamed, stream_weights
+from .weighing import Bytes, weigh
 
 SAMPLING = "sampling"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -52,6 +54,8 @@ class Expert(NamedTuple):
     transformer: nn.Module
     facts: ModelFacts
     loras: Loras
+    streamed: Bytes
+    """What its streamed blocks take: their weights in host memory, and the slots that they come into."""
 
 
 class Pipeline:
@@ -88,10 +92,15 @@ class Pipeline:
         mesh: Mesh,
         progress: ReportProgress,
         prompts: RememberedPrompts | None = None,
+        make_room: Callable[[Bytes], None] = lambda needed: None,
     ) -> Pipeline:
-        """The transformer, or the pair of them. Encoder and VAE are read when they are first used."""
+        """The transformer, or the pair of them. Encoder and VAE are read when they are first used.
+
+        `make_room` is called with what the transformers will take, before a weight is read.
+        """
         facts = inspect_settings(settings)
         check_parts(settings)
+        make_room(bytes_needed(facts, settings, mesh))
         sequence = Sequence(mesh, heads=facts.heads // mesh.degree("tensor"), joined=facts.spec.split.joined)
         kinds = [kind for each in facts.experts for stored in each.stored.values() for kind in stored.kinds]
         kernels = usable_kernels(kinds, dtype=_dtype(settings, mesh), device=mesh.device)
@@ -104,6 +113,12 @@ class Pipeline:
     def transformer(self) -> nn.Module:
         """The first of the experts; of most models the only one."""
         return self.experts[0].transformer
+
+    @property
+    def held(self) -> Bytes:
+        """What its weights take now, and those of the parts that have been read."""
+        streamed = sum((expert.streamed for expert in self.experts), Bytes())
+        return streamed + weigh([*(expert.transformer for expert in self.experts), *self._components.modules])
 
     def use_loras(self, loras: Iterable[LoraSettings]) -> tuple[str, ...]:
         """Sample with these and no others from now on, without loading the model again; a line to tell of each.
@@ -217,10 +232,12 @@ def _load_expert(
     if sequence.can_split:
         hold_hooks(transformer, [place.module for place in facts.spec.split.gathered])
         split_tokens(transformer, facts.spec.split, self_attention=facts.spec.self_attention, sequence=sequence)
-    stream_weights(transformer, facts, streamed, settings.memory, **held)
+    filled = weigh([transformer])
+    slots = stream_weights(transformer, facts, streamed, settings.memory, **held)
+    in_host = Bytes(host=filled.host - weigh([transformer]).host)
     loras = Loras(transformer, facts.spec, **held)
     loras.use(settings.loras)
-    return Expert(transformer, facts, loras)
+    return Expert(transformer, facts, loras, in_host + Bytes.on(mesh.device, slots))
 
 
 class StepReporter:

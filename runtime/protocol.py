@@ -13,6 +13,9 @@ from pydantic import Field, TypeAdapter, model_validator
 
 from .message import ITEM_BYTES as ITEM_BYTES  # for the nodes, which import from here alone
 from .message import Conditioning, Message, Tensor
+from .reports import HeldModel as HeldModel
+from .reports import Memory, Report
+from .reports import RankReport as RankReport
 from .settings import ModelSettings, SampleSettings
 
 PROTOCOL_VERSION = 1
@@ -131,9 +134,16 @@ class Cancel(Message):
 
 
 class Status(Message):
-    """Ask how the sidecar is; answered by `Report` at once, also while a job runs."""
+    """Ask how the sidecar is, and what a `model` would take; answered by `Report` at once, also while a job runs."""
 
     kind: Literal["status"] = "status"
+    model: ModelSettings | None = None
+
+
+class Free(Message):
+    """Let go of everything that is loaded, unless a job runs; answered by `Report`."""
+
+    kind: Literal["free"] = "free"
 
 
 class Shutdown(Message):
@@ -142,7 +152,7 @@ class Shutdown(Message):
     kind: Literal["shutdown"] = "shutdown"
 
 
-Request = Union[Hello, EncodeText, Sample, Decode, EncodePixels, Cancel, Status, Shutdown]
+Request = Union[Hello, EncodeText, Sample, Decode, EncodePixels, Cancel, Status, Free, Shutdown]
 
 
 # Events: rank -> server -> node ------------------------------------------------------------------------------------
@@ -262,30 +272,20 @@ class Failed(Message):
     traceback: str = Field(default="", max_length=1 << 16)
 
 
-class RankReport(Message):
-    """One rank as the server sees it."""
-
-    rank: int
-    pid: int
-    device: str
-
-
-class Report(Message):
-    """Answer to `Status`. `plan` says what was chosen for the ranks, and why; `tolerance` is how large a relative error is
-    rounding.
-    """
-
-    kind: Literal["report"] = "report"
-    pid: int
-    ranks: tuple[RankReport, ...] = ()
-    plan: str = ""
-    tolerance: float = 0.0
-    model: str = ""
-    busy: str = ""
-
-
 Event = Union[
-    Welcome, Ready, Progress, Notice, Encoded, Sampled, Decoded, EncodedPixels, Finished, Stopped, Failed, Report
+    Welcome,
+    Ready,
+    Memory,
+    Progress,
+    Notice,
+    Encoded,
+    Sampled,
+    Decoded,
+    EncodedPixels,
+    Finished,
+    Stopped,
+    Failed,
+    Report,
 ]
 
 _REQUEST = TypeAdapter(Annotated[Request, Field(discriminator="kind")])

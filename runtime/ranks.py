@@ -15,8 +15,8 @@ from pathlib import Path
 
 from .channel import Bell
 from .plan import Plan
-from .protocol import RankReport
-from .settings import RankSettings
+from .protocol import Memory, RankReport
+from .rank_settings import KeepSettings, RankSettings
 
 PACK_ROOT = Path(__file__).resolve().parent.parent
 WORKER = (sys.executable, "-m", "runtime.worker")
@@ -32,7 +32,7 @@ class Rank:
     def __init__(
         self, settings: RankSettings, *, command: Sequence[str], environment: Mapping[str, str], bell: Bell
     ) -> None:
-        self.settings, self.ready = settings, False
+        self.settings, self.ready, self.memory = settings, False, Memory()
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._process = subprocess.Popen(
             list(command),
@@ -64,7 +64,9 @@ class Rank:
 
     def report(self) -> RankReport:
         """This rank as `Status` tells of it."""
-        return RankReport(rank=self.settings.rank, pid=self._process.pid, device=self.settings.device)
+        pid, place = self._process.pid, self.settings
+        resident = _resident_bytes(pid)
+        return RankReport(rank=place.rank, pid=pid, device=place.device, memory=self.memory, resident_bytes=resident)
 
     def kill(self) -> None:
         """End the process with everything it started. It has nothing to save."""
@@ -114,6 +116,7 @@ class Ranks:
         pool: Path | None,
         command: Sequence[str],
         bell: Bell,
+        keep: KeepSettings,
     ) -> None:
         self.plan, self._pool = plan, pool
         self._name = secrets.token_hex(4)
@@ -130,6 +133,7 @@ class Ranks:
                     token=token,
                     store=str(self._store),
                     pool=pool.name if pool else "",
+                    keep=keep,
                 ),
                 command=command,
                 environment=environment,
@@ -182,3 +186,11 @@ def _visible_ids(plan: Plan, inherited: Mapping[str, str]) -> list[str]:
 
 def _local_devices(plan: Plan) -> tuple[str, ...]:
     return tuple(f"cuda:{rank}" if device.startswith("cuda") else "cpu" for rank, device in enumerate(plan.devices))
+
+
+def _resident_bytes(pid: int) -> int:
+    """What a process has in memory; 0 where that is not known."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0

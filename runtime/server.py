@@ -31,6 +31,7 @@ from .protocol import (
     Cancel,
     Event,
     Failed,
+    Free,
     Hello,
     Shutdown,
     Status,
@@ -39,6 +40,7 @@ from .protocol import (
     Work,
     request_from,
 )
+from .rank_settings import KeepSettings
 from .ranks import ENDED, WORKER
 
 END = "end"
@@ -57,6 +59,7 @@ class Server:
         *,
         plan_for: Callable[[Work], Plan] | None = None,
         command: Sequence[str] = WORKER,
+        keep: KeepSettings = KeepSettings(),
     ) -> None:
         self.token = secrets.token_hex(16)
         self._context: zmq.Context[Any] = zmq.Context()
@@ -79,6 +82,7 @@ class Server:
             answer=self._clients.send,
             plan_for=plan_for or _plan_for,
             command=command,
+            keep=keep,
         )
 
     @property
@@ -128,7 +132,10 @@ class Server:
                 self._queue.append(Job(peer=peer, request=request, frames=frames))
             case Cancel(job=name):
                 self._cancel(name)
-            case Status():
+            case Status(model=model):
+                self._answer(peer, self._executor.report(model))
+            case Free():
+                self._executor.free()
                 self._answer(peer, self._executor.report())
             case Shutdown():
                 return False

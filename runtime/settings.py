@@ -192,6 +192,11 @@ class ModelSettings(Settings):
     model_low_noise: str = ""
     boundary: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
 
+    @property
+    def weights(self) -> ModelSettings:
+        """What is loaded for these settings: how it is spread is the plan's, and LoRAs come on later."""
+        return self.model_copy(update={"loras": (), "parallel": ParallelSettings()})
+
     def __repr__(self) -> str:
         return f"<Outrigger model {self.model.rsplit('/', 1)[-1]} {self.dtype} on {self.parallel.devices}>"
 
@@ -252,37 +257,6 @@ class SampleSettings(Settings):
     @classmethod
     def _known_scheduler(cls, name: str) -> str:
         return _listed("scheduler", name, SCHEDULER_NAMES)
-
-
-class RankSettings(Settings):
-    """What a rank is told at its start, as one line of JSON on its standard input.
-
-    `endpoint`, `identity` and `token` lead to the server; `store` is the file where the ranks meet; `pool` names the
-    sidecar's folder of shared memory, empty for none. `devices` holds one device for each rank, as the rank sees them.
-    """
-
-    rank: int = Field(ge=0)
-    devices: tuple[str, ...] = Field(min_length=1)
-    data: int = Field(default=1, ge=1)
-    cfg: int = Field(default=1, ge=1)
-    ring: int = Field(default=1, ge=1)
-    ulysses: int = Field(default=1, ge=1)
-    tensor: int = Field(default=1, ge=1)
-    endpoint: str
-    identity: str
-    token: str
-    store: str
-    pool: str = ""
-
-    @property
-    def world(self) -> int:
-        """How many ranks there are."""
-        return len(self.devices)
-
-    @property
-    def device(self) -> str:
-        """This rank's own device."""
-        return self.devices[self.rank]
 
 
 def _listed(what: str, name: str, names: tuple[str, ...]) -> str:

@@ -70,8 +70,10 @@ def stream_weights(
     shapes: Shapes,
     dtype: torch.dtype,
     device: torch.device,
-) -> None:
-    """Have the weights of the streamed blocks come in before each runs, and go out after it."""
+) -> int:
+    """Have the weights of the streamed blocks come in before each runs, and go out after it; the bytes of the slots that they
+    come into.
+    """
     weights: dict[nn.Module, BlockWeights] = {}
     files = {source.path: opener(source, mapped=False)(source.path) for source in facts.sources if streamed.from_file}
     for block, names in streamed.blocks.items():
@@ -83,8 +85,9 @@ def stream_weights(
     if weights and streamed.from_file and device.type == "cuda":
         staging = Staging(max(each.layout.nbytes for each in weights.values()), device=device)
         weights = {module: StagedWeights(each, staging) for module, each in weights.items()}
-    if weights:
-        BlockRunner(weights, prefetch=amount_of(memory.prefetch, len(weights)), device=device)
+    if not weights:
+        return 0
+    return BlockRunner(weights, prefetch=amount_of(memory.prefetch, len(weights)), device=device).slot_bytes
 
 
 def _file_weights(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -19,6 +18,7 @@ import zmq
 from pydantic import ValidationError
 
 from .channel import Connection, Frames, decode, encode, parse, problems_of
+from .encoders.remembered import RememberedPrompts
 from .errors import Cancelled
 from .folders import shared_folder
 from .mesh import Mesh
@@ -35,6 +35,8 @@ from .protocol import (
     Event,
     Failed,
     Finished,
+    HeldModel,
+    Memory,
     Notice,
     Progress,
     Ready,
@@ -45,7 +47,10 @@ from .protocol import (
     Work,
     request_from,
 )
-from .settings import AXES, ModelSettings, ParallelSettings, RankSettings
+from .rank_settings import RankSettings
+from .release import release_memory
+from .settings import AXES, ModelSettings
+from .shelf import Shelf
 
 MANY_STEPS = 100
 PROGRESS_SECONDS = 0.05
@@ -93,7 +98,7 @@ class Reporter:
 
 
 class Worker:
-    """Runs requests in the order they come, with one pipeline loaded."""
+    """Runs requests in the order they come, with the pipelines that the shelf holds."""
 
     def __init__(self, settings: RankSettings, *, pipeline_class: Any) -> None:
         self.settings, self._pipeline_class = settings, pipeline_class
@@ -101,8 +106,9 @@ class Worker:
         folder = shared_folder(settings.pool)
         self._pool, self._mappings = Pool(folder, owner=settings.identity), Mappings(folder)
         self._connection = Connection(zmq.Context.instance(), settings.endpoint, identity=settings.identity)
-        self._pipeline: Any = None
-        self._loaded: ModelSettings | None = None
+        self._shelf = Shelf(settings.keep, mesh=self.mesh)
+        self._prompts = RememberedPrompts(settings.keep.prompt_bytes, keep=settings.rank == 0)
+        self._told = Memory()
         self._said_slow = False
         self.send(Ready(pid=os.getpid(), token=settings.token))
 
@@ -137,14 +143,16 @@ class Worker:
         try:
             with torch.inference_mode():
                 event = self._result(decode(request, frames, mappings=self._mappings, give_back=False), report)
+            self._tell_memory()
             return self.send(event)
         except Cancelled:
             event = Stopped(job=request.job)
         except Exception as error:  # this process's one handler: the job fails, the rank lives
             event = self._failure(request, report, error)
+        self._tell_memory()
         self.send(event)
         if isinstance(event, Failed):
-            _free_memory()  # only here have the tensors that the error held on to gone
+            release_memory()  # only here have the tensors that the error held on to gone
 
     def _result(self, request: Work, report: Reporter) -> Event:
         """The event that ends the request: rank 0's with the result, the others' without."""
@@ -165,17 +173,27 @@ class Worker:
         return result(job=request.job, seconds=time.perf_counter() - started)
 
     def _pipeline_for(self, model: ModelSettings, report: Reporter) -> Any:
-        """The pipeline of these settings, loaded when another is. How it is spread is this process's plan; LoRAs come on
+        """The pipeline of these settings, loaded where it is not. How it is spread is this process's plan; LoRAs come on
         later, so that one that is refused leaves the model loaded.
         """
-        without = model.model_copy(update={"loras": ()})
-        wanted = without.model_copy(update={"parallel": ParallelSettings()})
-        if self._loaded != wanted:
-            self._pipeline = self._loaded = None
-            _free_memory()
-            self._pipeline = self._pipeline_class.load(without, mesh=self.mesh, progress=report)
-            self._loaded = wanted
-        return self._pipeline
+        pipeline = self._shelf.take(model.weights)
+        if pipeline is None:
+            pipeline = self._pipeline_class.load(
+                model.weights, mesh=self.mesh, progress=report, prompts=self._prompts, make_room=self._shelf.make_room
+            )
+            self._shelf.put(model.weights, pipeline)
+        return pipeline
+
+    def _tell_memory(self) -> None:
+        """Tell the server what is loaded, when that has changed."""
+        models = tuple(
+            HeldModel(model=weights, device_bytes=held.device, host_bytes=held.host)
+            for weights, held in self._shelf.held().items()
+        )
+        memory = Memory(models=models, prompt_bytes=self._prompts.nbytes)
+        if memory != self._told:
+            self._told = memory
+            self.send(memory)
 
     def _use_loras(self, pipeline: Any, request: Sample) -> None:
         """Sample with the LoRAs of the request alone, and tell what each of them does."""
@@ -191,7 +209,7 @@ class Worker:
             message=(text if user_error else f"{type(error).__name__}: {text}")[: 1 << 14],
             user_error=user_error,
             out_of_memory=_is_out_of_memory(error),
-            loaded=self._loaded is not None,
+            loaded=request.model.weights in self._shelf,
             rank=self.settings.rank,
             stage=report.stage[:64],
             step=report.step,
@@ -238,12 +256,6 @@ def _mesh(settings: RankSettings) -> Mesh:
 
 def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from runtime import executor
 from runtime.plan import Plan
+from runtime.rank_settings import KeepSettings
 from runtime.server import Server, run_server
 
 
 def plan_for(work):
     count = work.model.parallel.device_count or 1
-    return Plan(data=1, cfg=count, ring=1, ulysses=1, tensor=1, devices=("cpu",) * count)
+    return Plan(data=1, cfg=count, ring=1, ulysses=1, tensor=1, devices=("cpu",) * count, bytes_per_rank=5 << 20)
 
 
 if __name__ == "__main__":
@@ -20,4 +21,5 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     worker = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
     endpoint = sys.argv[1] if len(sys.argv) > 1 else ""
-    sys.exit(run_server(Server(endpoint, plan_for=plan_for, command=worker), stdin_guard=True))
+    keep = KeepSettings.from_environment(os.environ)
+    sys.exit(run_server(Server(endpoint, plan_for=plan_for, command=worker, keep=keep), stdin_guard=True))

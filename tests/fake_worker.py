@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from runtime.errors import Refused
 from runtime.protocol import Conditioning
+from runtime.weighing import Bytes
 from runtime.worker import run
 
 
@@ -21,8 +22,9 @@ class FakePipeline:
         self.behaviour, self.mesh = behaviour, mesh
 
     @classmethod
-    def load(cls, settings, *, mesh, progress):
+    def load(cls, settings, *, mesh, progress, prompts, make_room):
         behaviour = dict(parse_qsl(settings.model.partition("?")[2]))
+        make_room(Bytes(host=int(behaviour.get("bytes", 0))))
         for step in range(1, 3):
             time.sleep(float(behaviour.get("load", 0)))
             progress("loading", step, 2)
@@ -30,6 +32,10 @@ class FakePipeline:
             raise Refused(f"{settings.model} is not a model: choose another")
         print("loaded in", os.getpid(), flush=True)
         return cls(behaviour, mesh)
+
+    @property
+    def held(self):
+        return Bytes(host=int(self.behaviour.get("bytes", 0)))
 
     def encode_text(self, text, *, progress):
         progress("encoding text", 1, 1)

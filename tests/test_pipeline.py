@@ -188,7 +188,7 @@ def test_encoding_can_be_cancelled_after_each_block_and_starts_anew(pipeline):
     pipeline.encode_text("red", progress=ignore_progress)
     whole = Recorder()
     expected = pipeline.encode_text("a long prompt", progress=whole).embedding
-    blocks = len(pipeline._components.text_encoder._model.encoder.block)
+    blocks = len(pipeline._components.text_encoder.model.encoder.block)
     assert whole.calls == [("encoding text", step, blocks) for step in range(blocks + 1)]
     with pytest.raises(Cancelled):
         pipeline.encode_text("a long prompt", progress=Recorder(cancel_at=2))

@@ -15,7 +15,8 @@ from runtime.protocol import (
     event_from,
     request_from,
 )
-from runtime.settings import ModelSettings, RankSettings, SampleSettings
+from runtime.rank_settings import RankSettings
+from runtime.settings import ModelSettings, SampleSettings
 
 MODEL = ModelSettings(model="m")
 

@@ -63,7 +63,7 @@ def work_through(mesh: Mesh, folder: Path) -> dict[str, torch.Tensor]:
     results = {
         str(number): encoder.encode(prompt, progress=ignore_progress).embedding for number, prompt in enumerate(PROMPTS)
     }
-    return results | {"numbers": torch.tensor(sum(weight.numel() for weight in encoder._model.parameters()))}
+    return results | {"numbers": torch.tensor(sum(weight.numel() for weight in encoder.model.parameters()))}
 
 
 @pytest.fixture(scope="module")

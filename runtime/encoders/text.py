@@ -35,7 +35,8 @@ class TextEncoder:
     def __init__(
         self, tokenizer: AutoTokenizer, model: UMT5EncoderModel, *, length: int, device: torch.device, stays: bool
     ) -> None:
-        self._tokenizer, self._model, self._device, self._length = tokenizer, model, device, length
+        self.model = model
+        self._tokenizer, self._device, self._length = tokenizer, device, length
         self._stays = stays
 
     @classmethod
@@ -77,20 +78,20 @@ class TextEncoder:
             tokens, padding="max_length", max_length=max(self._length, count), return_tensors="pt"
         )
         ids, mask = tokens.input_ids.to(self._device), tokens.attention_mask.to(self._device)
-        blocks = self._model.encoder.block
+        blocks = self.model.encoder.block
         progress(STAGE, 0, len(blocks))
         with self._on_device(), reporting(blocks, partial(progress, STAGE)):
-            hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
+            hidden = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
         return Conditioning(embedding=(hidden.float() * mask.unsqueeze(-1)).cpu())
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        self._model.to(self._device)
+        self.model.to(self._device)
         try:
             yield
         finally:
             if not self._stays:
-                self._model.to("cpu")
+                self.model.to("cpu")
 
 
 def _tokenizer(folder: Path, *, length: int) -> tuple[AutoTokenizer, int]:

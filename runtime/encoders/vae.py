@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -19,15 +17,6 @@ DECODING, ENCODING = "decoding", "encoding"
 COLOURS = 3
 
 
-class Coder(Protocol):
-    """What the VAE classes of diffusers have in common."""
-
-    encoder: nn.Module
-    decoder: nn.Module
-    encode: Callable
-    decode: Callable
-
-
 class Autoencoder:
     """A VAE of which each rank works on some rows of the picture. All ranks make the same calls with the same values.
 
@@ -35,7 +24,7 @@ class Autoencoder:
     """
 
     def __init__(self, model: nn.Module, *, form: LatentFormat, rows: Rows, device: torch.device) -> None:
-        self._model: Coder = model.eval().requires_grad_(False).to(device)
+        self.model = model.eval().requires_grad_(False).to(device)
         self._form, self._rows, self._device = form, rows, device
         if rows.group is not None:
             split_rows(model, rows)
@@ -49,7 +38,7 @@ class Autoencoder:
         latent = self._checked_latent(latent)
         self._rows.share(latent.shape[-2])
         frames = latent.shape[2] if self._is_video else 1
-        blocks, runs = self._model.decoder.up_blocks, len(latent) * frames
+        blocks, runs = self.model.decoder.up_blocks, len(latent) * frames
         with reporting(blocks, partial(progress, DECODING), runs=runs):
             items = [self._decode_one(item) for item in latent.float().split(1)]
         return None if items[0] is None else torch.cat(items)
@@ -67,7 +56,7 @@ class Autoencoder:
         items = pixels.movedim(-1, 1)
         items = [items.transpose(0, 1).unsqueeze(0)] if self._is_video else items.split(1)
         runs = 1 + (len(pixels) - 1) // self._form.temporal if self._is_video else len(pixels)
-        with reporting(self._model.encoder.down_blocks, partial(progress, ENCODING), runs=runs):
+        with reporting(self.model.encoder.down_blocks, partial(progress, ENCODING), runs=runs):
             latents = [self._encode_one(item) for item in items]
         return None if latents[0] is None else torch.cat(latents)
 
@@ -77,14 +66,14 @@ class Autoencoder:
 
     def _decode_one(self, latent: torch.Tensor) -> torch.Tensor | None:
         local = self._rows.take(latent).to(self._device)
-        pictures = self._model.decode(local, return_dict=False)[0][0].movedim(0, -1).float()
+        pictures = self.model.decode(local, return_dict=False)[0][0].movedim(0, -1).float()
         pictures = pictures if self._is_video else pictures.unsqueeze(0)
         pictures = self._rows.gather_on_first(((pictures + 1.0) / 2.0).clamp_(0.0, 1.0), dim=1)
         return None if pictures is None else pictures.cpu()
 
     def _encode_one(self, pictures: torch.Tensor) -> torch.Tensor | None:
         local = self._rows.take(pictures).to(self._device).float() * 2.0 - 1.0
-        latent = self._model.encode(local, return_dict=False)[0].mode().float()
+        latent = self.model.encode(local, return_dict=False)[0].mode().float()
         latent = self._rows.gather_on_first(latent, dim=latent.ndim - 2)
         return None if latent is None else latent.cpu()
 

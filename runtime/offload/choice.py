@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import nn
 
+from ..free_memory import free_bytes
 from ..settings import AUTO, MemorySettings, amount_of
 
 SPARE = 0.7
@@ -30,14 +29,6 @@ def streamed_blocks(
         count = amount_of(memory.resident_blocks, len(names))
     resident = {number * len(names) // count for number in range(count)}
     return tuple(name for number, name in enumerate(names) if number not in resident)
-
-
-def free_bytes(device: torch.device) -> int:
-    """What is free on a device now; 0 where that is not known."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    known = hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else 0
 
 
 def _bytes_of(block: nn.Module, dtype: torch.dtype) -> int:

@@ -1,0 +1,96 @@
+"""What ranks and server tell of themselves: what is loaded, and what it takes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from .message import Message
+from .settings import ModelSettings
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+class HeldModel(Message):
+    """A model that a rank has loaded, and what it takes of the device's memory and of the host's."""
+
+    model: ModelSettings
+    device_bytes: int = Field(ge=0)
+    host_bytes: int = Field(ge=0)
+
+    def __str__(self) -> str:
+        name = self.model.model.rstrip("/").rsplit("/", 1)[-1]
+        places = {"": self.device_bytes, " of host memory": self.host_bytes}
+        sizes = " and ".join(f"{in_units(size)}{place}" for place, size in places.items() if size)
+        return f"{name} {sizes or 'nothing'}"
+
+
+class Memory(Message):
+    """What a rank has loaded, the model used last at the end; the server keeps it. `prompt_bytes` is what encoded prompts
+    take.
+    """
+
+    kind: Literal["memory"] = "memory"
+    models: tuple[HeldModel, ...] = ()
+    prompt_bytes: int = Field(default=0, ge=0)
+
+
+class RankReport(Message):
+    """One rank as the server sees it; `resident_bytes` is what its process has in memory, shared pages too, 0 where that is
+    not known.
+    """
+
+    rank: int
+    pid: int
+    device: str
+    memory: Memory = Memory()
+    resident_bytes: int = 0
+
+    @property
+    def models(self) -> str:
+        """What it has loaded, in words."""
+        return ", ".join(map(str, self.memory.models)) or "no model"
+
+
+class Report(Message):
+    """Answer to `Status` and `Free`. `plan` says what was chosen for the ranks, and why; `tolerance` is how large a relative
+    error is rounding. `room` is what the model that was asked for is still to take on each of `devices`, at least.
+    """
+
+    kind: Literal["report"] = "report"
+    pid: int
+    ranks: tuple[RankReport, ...] = ()
+    devices: tuple[str, ...] = ()
+    plan: str = ""
+    tolerance: float = 0.0
+    model: str = ""
+    busy: str = ""
+    room: int = 0
+
+    @property
+    def memory(self) -> str:
+        """What each rank has loaded, in a line; ranks that have the same share it."""
+        held = [rank.models for rank in self.ranks]
+        if len(set(held)) > 1:
+            return "; ".join(f"rank {rank.rank}: {rank.models}" for rank in self.ranks)
+        where = f"each of {len(held)} ranks" if held[1:] else "memory"
+        return f"{where}: {held[0]}" if held else ""
+
+    def bytes_on(self, device: str) -> int:
+        """What loaded models take on a device of the server's, or of host memory for "cpu"."""
+        models = [
+            model
+            for rank, place in zip(self.ranks, self.devices, strict=False)
+            for model in rank.memory.models
+            if device in ("cpu", place)
+        ]
+        return sum(model.host_bytes if device == "cpu" else model.device_bytes for model in models)
+
+
+def in_units(size: float) -> str:
+    """Bytes as one reads them."""
+    place = 0
+    while size >= 1024 and place < len(UNITS) - 1:
+        size, place = size / 1024, place + 1
+    return f"{size:.0f} {UNITS[place]}" if size >= 10 or not place else f"{size:.1f} {UNITS[place]}"

@@ -1,0 +1,131 @@
+"""Several models in one sidecar: what stays loaded, when it is let go of, and what a fault in between leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from runtime.errors import SidecarError
+from runtime.settings import ModelSettings
+from tests.sidecars import fake_sidecar, family_of, never, rank_pids, run, sample, steps_of, still_there
+
+A, B, C = (f"fake?name={name}&bytes={30 << 20}" for name in "abc")
+
+
+@pytest.fixture
+def sidecar(monkeypatch):
+    """Starts sidecars that keep so much."""
+    started = []
+
+    def start(**variables: str):
+        for name, value in variables.items():
+            monkeypatch.setenv(f"OUTRIGGER_{name}", value)
+        started.append(fake_sidecar())
+        return started[-1].__enter__()
+
+    yield start
+    for each in started:
+        each.__exit__(None, None, None)
+
+
+def loaded(sidecar, model, **settings) -> bool:
+    """Whether a prompt with this model loads it."""
+    return bool(steps_of(run(sidecar, sample(model, **settings)), "loading"))
+
+
+def models_of(sidecar) -> list[list[str]]:
+    """The models of each rank, the one used last at the end."""
+    return [[held.model.model for held in rank.memory.models] for rank in sidecar.status().ranks]
+
+
+def wait_until_free(sidecar, seconds: float) -> None:
+    """Wait until the sidecar has no ranks any more."""
+    end = time.monotonic() + seconds
+    while sidecar.status().ranks:
+        assert time.monotonic() < end, "the ranks are there still"
+        time.sleep(0.05)
+
+
+def test_models_that_fit_take_turns_without_a_load_and_each_rank_says_what_it_has(sidecar):
+    running = sidecar(KEEP_HOST="200MB")
+    assert [loaded(running, model, ranks=2) for model in (A, B, A, B, A)] == [True, True, False, False, False]
+    report = running.status()
+    assert models_of(running) == [[B, A]] * 2
+    assert [held.host_bytes for rank in report.ranks for held in rank.memory.models] == [30 << 20] * 4
+    assert all(rank.resident_bytes > 50 << 20 for rank in report.ranks) and report.bytes_on("cpu") == 120 << 20
+    assert report.memory.startswith("each of 2 ranks: fake?name=b&bytes=31457280 30 MiB of host memory, fake?name=a")
+
+
+def test_the_model_used_longest_ago_makes_room_on_every_rank(sidecar):
+    running = sidecar(KEEP_HOST="140MB")  # of which each of two ranks has half
+    assert [loaded(running, model, ranks=2) for model in (A, B, A, C, A, B)] == [True, True, False, True, False, True]
+    assert models_of(running) == [[A, B]] * 2
+
+
+def test_status_says_what_a_model_would_still_take(sidecar):
+    running = sidecar()
+    model = ModelSettings(model=A)
+    assert running.status(model).room == 5 << 20  # what the plan of the pretending server says
+    run(running, sample(A))
+    assert running.status(model).room == 0 and running.status(ModelSettings(model=B)).room == 5 << 20
+
+
+def test_free_ends_the_ranks_and_the_next_prompt_works(sidecar):
+    running = sidecar()
+    run(running, sample(A, ranks=2))
+    processes = [psutil.Process(pid) for pid in rank_pids(running)]
+    report = running.free()
+    assert report.ranks == () and not still_there(processes, within=5)
+    assert loaded(running, A, ranks=2) and not loaded(running, A, ranks=2)
+
+
+def test_free_while_a_job_runs_leaves_it_alone(sidecar):
+    running = sidecar()
+    run(running, sample("fake?step=0.1"))
+    before = rank_pids(running)
+    events = running.call(sample("fake?step=0.1", steps=4), interrupted=never)
+    seen = [next(events)]
+    assert running.free() is None
+    seen += list(events)
+    assert steps_of(seen) == [1, 2, 3, 4] and rank_pids(running) == before
+
+
+def test_after_the_idle_time_everything_is_gone_and_the_next_prompt_works(sidecar):
+    running = sidecar(IDLE_MINUTES="0.02")
+    run(running, sample("fake?step=0.5", ranks=2, steps=4))  # which takes longer than the idle time
+    server, *ranks = family_of(running)
+    assert len(ranks) == 2
+    wait_until_free(running, 20)
+    assert not still_there(ranks, within=5) and server.is_running()
+    assert loaded(running, A)
+
+
+def test_no_idle_time_is_never(sidecar):
+    running = sidecar(IDLE_MINUTES="0")
+    run(running, sample(A))
+    time.sleep(1.5)
+    assert len(rank_pids(running)) == 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_while_a_model_is_loaded_in_the_place_of_another_is_one_error(sidecar, victim):
+    running = sidecar(KEEP_HOST="0")
+    run(running, sample(A, ranks=2))
+    pids = rank_pids(running)
+    with pytest.raises(SidecarError, match=f"rank {victim}, stage 'loading'.*signal 9"):
+        for event in running.call(sample(f"{B}&load=0.3", ranks=2), interrupted=never):
+            if steps_of([event], "loading") == [1]:
+                os.kill(pids[victim], signal.SIGKILL)
+    assert loaded(running, A, ranks=2) and models_of(running) == [[A]] * 2
+
+
+def test_a_model_that_is_refused_leaves_those_that_are_loaded(sidecar):
+    running = sidecar()
+    run(running, sample(A, ranks=2))
+    with pytest.raises(ValueError, match="is not a model"):
+        run(running, sample("fake?file=bad", ranks=2))
+    assert not loaded(running, A, ranks=2)

@@ -1,0 +1,130 @@
+"""The shelf of loaded models: what makes room, in which order, and alike on every rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from runtime import shelf as shelf_module
+from runtime.mesh import Mesh
+from runtime.rank_settings import KeepSettings, limit_of
+from runtime.settings import LoraSettings, ModelSettings, ParallelSettings
+from runtime.shelf import Shelf
+from runtime.weighing import Bytes, weigh
+from tests.ranks import run_as_threads
+
+MIB = 1 << 20
+
+
+def model(name: str) -> ModelSettings:
+    return ModelSettings(model=name)
+
+
+def put(shelf: Shelf, name: str, size: int, *, device: int = 0) -> None:
+    """Load a model of so many MiB, as a pipeline would."""
+    held = Bytes(device=device * MIB, host=size * MIB)
+    shelf.make_room(held)
+    shelf.put(model(name), SimpleNamespace(held=held))
+
+
+def names(shelf: Shelf) -> str:
+    return "".join(settings.model for settings in shelf.held())
+
+
+def test_models_stay_until_the_limit_and_the_one_used_longest_ago_makes_room():
+    shelf = Shelf(KeepSettings(host="100MB"), mesh=Mesh.single())
+    for name in "abc":
+        put(shelf, name, 30)
+    assert names(shelf) == "abc" and shelf.take(model("a")) is not None and shelf.take(model("z")) is None
+    put(shelf, "d", 20)
+    assert names(shelf) == "cad"  # b was used longest ago
+    put(shelf, "e", 75)
+    assert names(shelf) == "de"
+    put(shelf, "f", 500)
+    assert names(shelf) == "f"  # what is in use is kept whatever it takes
+    put(shelf, "g", 1)
+    assert names(shelf) == "g"
+
+
+@pytest.mark.parametrize(
+    ("amount", "kept"), [("0", "c"), ("0.5", "abc"), ("0.2", "bc"), ("auto", "abc"), ("15MB", "c")]
+)
+def test_a_limit_may_be_a_part_of_what_is_free_without_the_models(monkeypatch, amount, kept):
+    total, shelf = 100 * MIB, Shelf(KeepSettings(host=amount), mesh=Mesh.single())
+    monkeypatch.setattr(shelf_module, "free_bytes", lambda device: total - sum(shelf.held().values(), Bytes()).host)
+    for name in "abc":
+        put(shelf, name, 10)
+    assert names(shelf) == kept
+
+
+def test_a_gpu_has_a_limit_of_its_own(monkeypatch):
+    shelf = Shelf(KeepSettings(device="20MB", host="1GB"), mesh=Mesh.single("cuda:0"))
+    monkeypatch.setattr(shelf_module, "free_bytes", lambda device: 1 << 40)
+    put(shelf, "a", 100, device=15)
+    put(shelf, "b", 100, device=4)
+    assert names(shelf) == "ab"
+    put(shelf, "c", 100, device=2)
+    assert names(shelf) == "bc"
+
+
+def test_ranks_with_different_memory_let_go_of_the_same_models(monkeypatch):
+    free = {0: 1000 * MIB, 1: 130 * MIB}
+    monkeypatch.setattr(shelf_module, "free_bytes", lambda device: free[torch.distributed.get_rank()])
+
+    def work(mesh: Mesh) -> str:
+        shelf = Shelf(KeepSettings(host="0.5"), mesh=mesh)
+        for name in "abcd":
+            put(shelf, name, 15)
+        return names(shelf)
+
+    first, second = run_as_threads({"cfg": 2}, work)
+    assert first == second == "bcd"
+
+
+def test_loras_and_plan_are_not_part_of_what_is_loaded_and_the_rest_is():
+    plain = ModelSettings(model="a")
+    same = {"loras": (LoraSettings(path="/x"),), "parallel": ParallelSettings(devices="cpu:2")}
+    assert ModelSettings(model="a", **same).weights == plain.weights
+    assert (
+        len(
+            {
+                ModelSettings(model="a", **other).weights
+                for other in ({}, {"dtype": "bf16"}, {"vae": "/v"}, {"stamp": "1"})
+            }
+        )
+        == 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("amount", "limit"), [("auto", 700), ("0.25", 250), ("1", 1000), ("2KB", 2048), ("1.5MiB", 1536 * 1024), ("0", 0)]
+)
+def test_amounts(amount, limit):
+    assert limit_of(amount, free=1000) == limit
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"device": "lots"}, "OUTRIGGER_KEEP_DEVICE 'lots' is not one of: auto, a part"),
+        ({"host": "-1"}, "OUTRIGGER_KEEP_HOST '-1'"),
+        ({"prompts": "auto"}, "OUTRIGGER_KEEP_PROMPTS 'auto' is not one of: an amount"),
+        ({"idle_minutes": -1.0}, "greater than or equal to 0"),
+    ],
+)
+def test_what_is_no_amount_is_refused_by_the_name_of_its_variable(fields, words):
+    with pytest.raises(ValueError, match=words):
+        KeepSettings(**fields)
+
+
+def test_settings_come_from_the_environment():
+    variables = {"OUTRIGGER_KEEP_HOST": "2GB", "OUTRIGGER_IDLE_MINUTES": "0.5", "OUTRIGGER_KEEP_DEVICE": ""}
+    assert KeepSettings.from_environment(variables) == KeepSettings(host="2GB", idle_minutes=0.5)
+
+
+def test_memory_that_modules_share_counts_once_and_what_is_in_no_memory_not_at_all():
+    first, second = torch.nn.Linear(8, 4, bias=False), torch.nn.Linear(8, 4)
+    second.weight = first.weight
+    assert weigh([first, second, torch.nn.Linear(9, 9, device="meta")]) == Bytes(host=8 * 4 * 4 + 4 * 4)
