@@ -43,9 +43,10 @@ class NodeDisplay:
         self._notices.append(event.text)
         self.text(event.text)
 
-    def finished(self, seconds: float) -> None:
-        """Show that the job is done, and again what the user should know."""
-        self.text("\n".join([*dict.fromkeys(self._notices), f"{self.stage} took {seconds:.2f} s"]))
+    def finished(self, seconds: float, *, memory: str) -> None:
+        """Show that the job is done, what is loaded, and again what the user should know."""
+        lines = [*dict.fromkeys(self._notices), memory, f"{self.stage} took {seconds:.2f} s"]
+        self.text("\n".join(filter(None, lines)))
 
     def text(self, line: str) -> None:
         """Show a line of text on the node."""

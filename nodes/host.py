@@ -79,6 +79,16 @@ def to_intermediate(tensor: Any) -> Any:
     return tensor.to(comfy.model_management.intermediate_device())
 
 
+def compute_device() -> Any:
+    """Where ComfyUI computes."""
+    return comfy.model_management.get_torch_device()
+
+
+def hold(model: Any) -> None:
+    """Free what a model is to take, and have it among the loaded models, which are asked to let go when memory is short."""
+    comfy.model_management.load_models_gpu([model])
+
+
 def model_files(folder: str) -> list[str]:
     """Names of the files of a model folder, as ComfyUI lists them."""
     return folder_paths.get_filename_list(folder)

@@ -16,6 +16,7 @@ from ..runtime.protocol import Conditioning, Decode, EncodePixels, EncodeText, N
 from ..runtime.settings import ModelSettings, SampleSettings
 from . import convert, host
 from .display import NodeDisplay
+from .truce import StandIn
 
 log = logging.getLogger("outrigger")
 
@@ -34,6 +35,33 @@ class _Session:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sidecar: Sidecar | None = None
+        self._stand_in: StandIn | None = None
+
+    @property
+    def stand_in(self) -> StandIn:
+        """What stands for the sidecar among ComfyUI's loaded models."""
+        if self._stand_in is None:
+            self._stand_in = StandIn(self.free)
+        return self._stand_in
+
+    def free(self) -> bool:
+        """Have the sidecar let go of everything; False while a job runs. What is gone has let go."""
+        if self._sidecar is None or not self._sidecar.alive:
+            return True
+        try:
+            report = self._sidecar.free()
+        except SidecarError:
+            return True
+        return report is not None and not report.busy
+
+    def memory(self) -> str:
+        """What the ranks have loaded now, in a line; ComfyUI's list of models has it as well."""
+        try:
+            report = self.sidecar().status()
+        except SidecarError:
+            return ""
+        self.stand_in.note(report)
+        return report.memory
 
     def sidecar(self) -> Sidecar:
         """The sidecar, alive. Raises `SidecarError` when it cannot be started."""
@@ -102,7 +130,7 @@ def run(request: Work, display: NodeDisplay) -> Result:
         host.interrupt()
     except SidecarError as error:
         raise _as_comfyui_shows_it(error) from error
-    display.finished(result.seconds)
+    display.finished(result.seconds, memory=_session.memory())
     return result
 
 
@@ -110,6 +138,7 @@ def _follow(request: Work, display: NodeDisplay) -> Result:
     if host.interrupted():
         raise Cancelled
     sidecar = _session.sidecar()
+    _session.stand_in.make_room(sidecar.status(request.model))
     with closing(sidecar.call(request, interrupted=lambda: display.cancelled or host.interrupted())) as events:
         for event in events:
             match event:

@@ -29,6 +29,7 @@ PARTS = (
     "sampler",
     "sampler_advanced",
     "session",
+    "truce",
     "verify",
 )
 LISTED = (".ckpt", ".pt", ".pt2", ".bin", ".pth", ".safetensors", ".pkl", ".sft")
@@ -40,7 +41,7 @@ class FakeInterrupt(Exception):
 
 
 class FakeComfyUI:
-    """What the stand-in remembers: the bar, the texts, the mark of Cancel, and the model folders."""
+    """What the stand-in remembers: the bar, the texts, the mark of Cancel, the model folders and the loaded models."""
 
     def __init__(self) -> None:
         self.bar: list[tuple[int, int]] = []
@@ -48,6 +49,7 @@ class FakeComfyUI:
         self.texts: list[tuple[str, str]] = []
         self.interrupted = False
         self.folders: dict[str, list[Path]] = {}
+        self.device, self.held = "cpu", []
 
     def update_bar(self, value: int, total: int, preview: Any = None) -> None:
         """As ComfyUI's hook: raises, and takes the mark back, after Cancel."""
@@ -82,6 +84,8 @@ def fake_modules(fake: FakeComfyUI) -> dict[str, ModuleType]:
             processing_interrupted=lambda: fake.interrupted,
             interrupt_current_processing=lambda value: setattr(fake, "interrupted", value),
             intermediate_device=lambda: "cpu",
+            get_torch_device=lambda: fake.device,
+            load_models_gpu=fake.held.extend,
         ),
         "comfy.utils": _module(
             "comfy.utils", ProgressBar=lambda total, node_id: SimpleNamespace(update_absolute=fake.update_bar)

@@ -487,6 +487,9 @@ class FakeSidecar:
             if interrupted():
                 raise self.cancelled
 
+    def status(self, model=None):
+        return self.report
+
     def close(self) -> None:
         self.closed = True
 
@@ -498,7 +501,7 @@ def sidecar(pack, monkeypatch):
     def play(*makers):
         def start(*, log):
             fake = FakeSidecar(lambda request: (make(request) if callable(make) else make for make in makers))
-            fake.cancelled = pack.runtime_errors.Cancelled()
+            fake.cancelled, fake.report = pack.runtime_errors.Cancelled(), pack.runtime_protocol.Report(pid=1)
             started.append(fake)
             return fake
 
@@ -688,7 +691,7 @@ class Planned:
         latent = self.latents[request.model.parallel.devices]
         yield self.pack.runtime_protocol.Sampled(job=request.job, latent=latent, seconds=0.1)
 
-    def status(self):
+    def status(self, model=None):
         ranks = (self.pack.runtime_protocol.RankReport(rank=0, pid=1, device="cpu"),)
         return self.pack.runtime_protocol.Report(pid=1, ranks=ranks, plan="2 ranks", tolerance=1e-5)
 
