@@ -1,6 +1,7 @@
-"""A custom node for the tests: the text encoder of a small diffusers folder as a CLIP, for stock CLIP Text Encode.
+"""Custom nodes for the tests: the text encoder of a small diffusers folder as a CLIP, for stock CLIP Text Encode, and a node
+that runs out of memory.
 
-It stands in for stock Load CLIP, which knows encoders of the published sizes alone.
+The first stands in for stock Load CLIP, which knows encoders of the published sizes alone.
 """
 
 from __future__ import annotations
@@ -46,4 +47,20 @@ class TinyCLIPLoader:
         return (TinyCLIP(Path(folder)),)
 
 
-NODE_CLASS_MAPPINGS = {"TinyCLIPLoader": TinyCLIPLoader}
+class RunsOut:
+    """Runs out of memory, as a model of ComfyUI's own would."""
+
+    RETURN_TYPES = ()
+    FUNCTION = "run"
+    CATEGORY = "tests"
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"latent": ("LATENT",)}}
+
+    def run(self, latent: dict[str, Any]) -> tuple:
+        raise torch.OutOfMemoryError("no memory left")
+
+
+NODE_CLASS_MAPPINGS = {"TinyCLIPLoader": TinyCLIPLoader, "RunsOut": RunsOut}
