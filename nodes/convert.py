@@ -24,7 +24,10 @@ AREA_KEYS = ("area", "set_area_to_bounds", "clip_start_percent", "clip_end_perce
 
 REFERENCE_KEYS = ("reference_latents", "reference_latents_method")
 
-HONOURED = (*TENSORS, *NUMBERS, *AREA_KEYS, *REFERENCE_KEYS)
+VISION, VISION_STATES = "clip_vision_output", "penultimate_hidden_states"
+"""Key of what CLIP Vision Encode says, and which part of it the models read."""
+
+HONOURED = (*TENSORS, *NUMBERS, *AREA_KEYS, *REFERENCE_KEYS, VISION)
 WITHOUT_EFFECT = (
     "width", "height", "crop_w", "crop_h", "target_width", "target_height", "aesthetic_score", "prompt_type",
     "control_apply_to_uncond",
@@ -35,7 +38,6 @@ WAY_OUT = {
     "control": "remove Apply ControlNet",
     "gligen": "remove GLIGEN",
     "hooks": "remove the hook nodes",
-    "clip_vision_output": "use a text-to-video graph: image-to-video models do not run here yet",
 }
 PERCENT = "percentage"
 DOWNSCALE_KEYS = ("downscale_ratio_spacial", "downscale_ratio_temporal")
@@ -80,7 +82,7 @@ def _entry(entry: Any, what: str) -> Conditioning:
     fields: dict[str, Any] = {"embedding": _to_send(embedding, what)}
     fields |= {field: _to_send(present[key], f"{what}: {key}") for key, field in TENSORS.items() if key in present}
     fields |= {key: _number(present[key], key, what) for key in NUMBERS if key in present}
-    fields |= _references(present, what)
+    fields |= _references(present, what) | _clip_vision(present, what)
     fields |= _area(present.get("area"), what) | _period(present, fields, what)
     to_bounds = _number(present.get("set_area_to_bounds", 0), "set_area_to_bounds", what)
     fields |= {"area_from_mask": "mask" in present and to_bounds != 0, "default": "default" in present}
@@ -99,6 +101,16 @@ def _references(present: dict[str, Any], what: str) -> dict[str, Any]:
         "references": tuple(_to_send(latent, f"{what}: reference_latents") for latent in latents),
         "reference_method": str(present.get("reference_latents_method", "")),
     }
+
+
+def _clip_vision(present: dict[str, Any], what: str) -> dict[str, Any]:
+    """The field of what a CLIP vision model says of a picture."""
+    if VISION not in present:
+        return {}
+    states = getattr(present[VISION], VISION_STATES, None)
+    if states is None:
+        raise ValueError(f"{what}: connect CLIP Vision Encode again: {_held(present[VISION])} in {VISION}")
+    return {"clip_vision": _to_send(states, f"{what}: {VISION}")}
 
 
 def _period(present: dict[str, Any], fields: dict[str, Any], what: str) -> dict[str, float]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from .beside import fit_picture, given_frames, mask_of_pixels
 from .errors import Refused
 from .families.spec import FamilySpec
 from .protocol import Conditioning
 from .sampling.latents import into_model_space
+
+VISION_WIDTH = "image_dim"
+"""Key of the configuration: how many numbers a token of CLIP vision has."""
 
 
 class ConditioningReader:
@@ -24,6 +27,7 @@ class ConditioningReader:
         self._family, self._place = family, {"dtype": dtype, "device": device}
         self._text_width: int = config[family.text_width]
         self._pooled_width: int = config[family.pooled_width] if family.pooled_width else 0
+        self._vision_width: int = config[VISION_WIDTH] if family.picture_tokens else 0
         self._sources = set(dict(family.inputs).values())
 
     def read(self, conditioning: Conditioning, x: torch.Tensor, noise_mask: torch.Tensor | None) -> Conditioning:
@@ -34,6 +38,7 @@ class ConditioningReader:
                 f"the conditioning has shape {tuple(embedding.shape)}, but {self._family.title} takes "
                 f"(batch, tokens, {self._text_width}): encode the prompt with the text encoder of this model"
             )
+        self._check_length(embedding.shape[1])
         for field, way_out in self._family.refuses:
             if getattr(conditioning, field):
                 raise Refused(f"the conditioning carries {field} {getattr(conditioning, field)}: {way_out}")
@@ -47,6 +52,8 @@ class ConditioningReader:
             "reference_method": self._method(conditioning),
             "concat_latent": self._beside(conditioning, x, noise_mask),
             "concat_mask": None,
+            "clip_vision": self._picture_tokens(conditioning.clip_vision),
+            "frame_levels": self._frame_levels(noise_mask),
         }
         return conditioning.model_copy(update=read)
 
@@ -107,13 +114,64 @@ class ConditioningReader:
                 f"the conditioning carries a picture to put beside the latent (concat_latent_image), but "
                 f"{self._family.title} takes none: use the inpainting, control or image-to-video checkpoint of this model"
             )
-        picture = conditioning.concat_latent
-        picture = torch.zeros_like(x) if picture is None else _resized(picture.to(x), x.shape)
-        parts = [self._in_model_space(picture, "the picture beside the latent")]
-        if "mask" in self._family.beside:
-            mask = conditioning.concat_mask if conditioning.concat_mask is not None else noise_mask
-            parts.append(_mask_of_pixels(mask, x, self._family.latent.spatial).to(**self._place))
-        return torch.cat(parts, dim=1)
+        return torch.cat([part.to(**self._place) for part in self._channels(conditioning, x, noise_mask)], dim=1)
+
+    def _channels(
+        self, conditioning: Conditioning, x: torch.Tensor, noise_mask: torch.Tensor | None
+    ) -> Iterator[torch.Tensor]:
+        """The parts of what stands beside the latent, in the order of the family."""
+        picture, form = conditioning.concat_latent, self._family.latent
+        mask = conditioning.concat_mask if conditioning.concat_mask is not None else noise_mask
+        for part in self._family.beside:
+            if part == "mask":
+                yield mask_of_pixels(mask, x, form.spatial)
+            elif part == "given frames":
+                yield given_frames(None if picture is None else mask, x)
+            else:
+                yield self._picture(picture, x)
+
+    def _picture(self, picture: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+        """The picture beside a latent. One that is missing is zeros, of the VAE or, for a video without a frame, of the model."""
+        if picture is None and "given frames" in self._family.beside:
+            return torch.zeros_like(x)
+        fitted = torch.zeros_like(x) if picture is None else fit_picture(picture.to(x), x.shape)
+        latent = self._in_model_space(fitted, "the picture beside the latent")
+        if latent.shape[2:] != x.shape[2:]:
+            raise Refused(
+                f"the picture beside the latent has {latent.shape[2]} frames, but the latent has {x.shape[2]}: set the same "
+                f"length in the node that made it"
+            )
+        return latent
+
+    def _picture_tokens(self, tokens: torch.Tensor | None) -> torch.Tensor | None:
+        """What CLIP vision says of a picture, `(B, tokens, D)`; None where nothing is said."""
+        if tokens is None:
+            return None
+        if "clip_vision" not in self._sources:
+            raise Refused(
+                f"the conditioning carries the output of CLIP Vision Encode, but {self._family.title} does not read it: "
+                f"disconnect clip_vision_output"
+            )
+        if tokens.ndim != 3 or tokens.shape[-1] != self._vision_width:
+            raise Refused(
+                f"the output of CLIP Vision Encode has shape {tuple(tokens.shape)}, but {self._family.title} takes (batch, "
+                f"tokens, {self._vision_width}): load the CLIP vision model that goes with it"
+            )
+        return tokens.to(**self._place)
+
+    def _frame_levels(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Which part of the noise each frame has, `(B, F)`, by a mask that fits the latent."""
+        if mask is None or not self._family.frame_levels:
+            return None
+        return mask.mean(dim=(1, 3, 4)).to(self._place["device"])
+
+    def _check_length(self, tokens: int) -> None:
+        """Raise `Refused` for a prompt of another length than its text encoder gives, where pictures are read beside it."""
+        if self._family.picture_tokens and tokens != self._family.text_length:
+            raise Refused(
+                f"the conditioning has {tokens} tokens, but {self._family.title} takes {self._family.text_length}, as CLIP Text "
+                f"Encode (type wan) gives them: shorten the prompt, and do not join two"
+            )
 
     def _in_model_space(self, latent: torch.Tensor, what: str) -> torch.Tensor:
         form = self._family.latent
@@ -126,38 +184,3 @@ class ConditioningReader:
             )
         latent = latent.to(self._place["device"], torch.float32)
         return into_model_space(latent, mean=form.mean, std=form.std).to(**self._place)
-
-
-def _mask_of_pixels(mask: torch.Tensor | None, x: torch.Tensor, scale: int) -> torch.Tensor:
-    """A mask as channels of the latent, `(B, scale * scale, H, W)`: the pixels under each of its places, row by row."""
-    if mask is None:
-        mask = torch.ones_like(x)[:, :1]
-    mask = mask.to(x)
-    mask = mask.reshape(-1, *(mask.shape[-3:] if mask.ndim > 3 else (1, *mask.shape[-2:]))).mean(1, keepdim=True)
-    pixels = _resized(mask, (*x.shape[:2], x.shape[2] * scale, x.shape[3] * scale))
-    return pixels.unflatten(3, (-1, scale)).unflatten(2, (-1, scale)).permute(0, 1, 3, 5, 2, 4).flatten(1, 3)
-
-
-def _resized(picture: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A picture, or a batch of them, in the batch, height and width of `shape`: its middle, scaled."""
-    height, width = shape[-2:]
-    if picture.shape[-2:] != (height, width):
-        picture = F.interpolate(_middle(picture, width / height), size=(height, width), mode="bilinear")
-    if len(picture) == shape[0] or shape[0] == 1:
-        return picture[: shape[0]]
-    return picture[[_item(number, len(picture), shape[0]) for number in range(shape[0])]]
-
-
-def _middle(picture: torch.Tensor, aspect: float) -> torch.Tensor:
-    """The largest part around the middle that has this width over height."""
-    height, width = picture.shape[-2:]
-    left = round((width - width * (aspect / (width / height))) / 2) if width / height > aspect else 0
-    top = round((height - height * (width / height / aspect)) / 2) if width / height < aspect else 0
-    return picture[..., top : height - top, left : width - left]
-
-
-def _item(number: int, there: int, wanted: int) -> int:
-    """Which of the pictures that are there item `number` of a batch gets."""
-    if wanted < there:
-        return min(round(number * (there - 1) / (wanted - 1)), there - 1)
-    return min(math.floor((number + 0.5) * there / wanted), there - 1)

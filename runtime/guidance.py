@@ -48,9 +48,7 @@ class Entry:
         box, weight = box_of(conditioning.area, x.shape), None
         if box is not None or conditioning.mask is not None or conditioning.strength != 1.0:
             weight = weight_of(conditioning, box, x)
-        if box is not None and conditioning.concat_latent is not None:
-            conditioning = conditioning.model_copy(update={"concat_latent": conditioning.concat_latent[box]})
-        return cls(conditioning, box, weight, start, end, conditioning.default)
+        return cls(_cropped(conditioning, box), box, weight, start, end, conditioning.default)
 
     @property
     def shape(self) -> tuple:
@@ -162,6 +160,15 @@ def repeat_to_batch(conditioning: Conditioning, batch: int) -> Conditioning:
         return tensor.repeat(times, *(1,) * (tensor.ndim - 1))[:batch] if times > 1 else tensor[:batch]
 
     return conditioning.with_tensors({name: repeated(tensor) for name, tensor in conditioning.tensors().items()})
+
+
+def _cropped(conditioning: Conditioning, box: Box | None) -> Conditioning:
+    """The conditioning of a part of the latent."""
+    if box is None:
+        return conditioning
+    boxes = {"concat_latent": box, "frame_levels": box[:1] + box[2:3]}
+    parts = {name: tensor[boxes[name]] for name, tensor in conditioning.tensors().items() if name in boxes}
+    return conditioning.model_copy(update=parts)
 
 
 @dataclass(frozen=True)

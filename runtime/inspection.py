@@ -158,7 +158,9 @@ def _transformer_folder(path: Path) -> ModelFacts:
             f"{path / 'config.json'} says {family.heads} {config[family.heads]} and {sized} "
             f"{config[sized]}, but no tensor is {width} wide: the file is damaged, download it again"
         )
-    sources = tuple(Source(file, {name: name for name in header}) for file, header in headers.items())
+    sources = tuple(
+        Source(file, {name: name for name in header if name in layout.names}) for file, header in headers.items()
+    )
     return facts_of(family, config, sources=sources, shapes=layout.shapes, stored=_eight_bit(path, layout, family))
 
 

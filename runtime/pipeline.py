@@ -20,6 +20,7 @@ from .linear import hold_hooks, swap_linears
 from .lora.apply import Loras
 from .mesh import Mesh
 from .parts import check_parts
+from .picture_tokens import read_pictures
 from .prediction import ByNoise, Predictor, check_positions
 from .previews import Draw, previewer
 from .progress import ReportProgress
@@ -143,10 +144,10 @@ class Pipeline:
             return latent
         noise = noise_of(request, latent).to(self._mesh.device)
         latent = to_model_space(latent.to(self._mesh.device), mean=form.mean, std=form.std)
-        mask = None if request.noise_mask is None else fit_noise_mask(request.noise_mask, noise.shape)
+        mask = None if request.noise_mask is None else fit_noise_mask(request.noise_mask, noise.shape).to(noise)
         reporter = self._step_reporter(request, progress)
         x = run_sampler(
-            self._denoiser(request, noise, table),
+            self._denoiser(request, noise, mask, table),
             noise,
             latent,
             sigmas,
@@ -154,7 +155,8 @@ class Pipeline:
             sampler_name=request.settings.sampler_name,
             seed=request.settings.seed,
             cpu_noise_offset=request.cpu_noise_offset,
-            mask=None if mask is None else mask.to(noise),
+            mask=mask,
+            keep_clean=family.frame_levels,
             progress=reporter,
             check=reporter.check,
         )
@@ -184,11 +186,11 @@ class Pipeline:
             check_positions(latent.shape, self._family, table=self._positions)
         return latent
 
-    def _denoiser(self, request: Sample, x: torch.Tensor, table: FlowTable) -> Denoiser:
-        """What the samplers call, for latents like `x`."""
+    def _denoiser(self, request: Sample, x: torch.Tensor, mask: torch.Tensor | None, table: FlowTable) -> Denoiser:
+        """What the samplers call, for latents like `x` of which a mask is painted anew."""
         branches = pair_areas(
             *(
-                [resolve_region(self._reader.read(entry, x, request.noise_mask), x.shape[2:]) for entry in branch]
+                [resolve_region(self._reader.read(entry, x, mask), x.shape[2:]) for entry in branch]
                 for branch in request.branches
             )
         )
@@ -226,6 +228,8 @@ def _load_expert(
     transformer, shapes = build_transformer(facts)
     stored = facts.stored if kernels is None else {name: kernels.of(each) for name, each in facts.stored.items()}
     swap_linears(transformer, facts.spec.tensor, head_dim=facts.head_dim, group=mesh.group("tensor"), stored=stored)
+    if facts.spec.picture_tokens:
+        read_pictures(transformer.get_submodule(facts.spec.picture_tokens))
     held = {"shapes": shapes, "dtype": _dtype(settings, mesh), "device": mesh.device}
     streamed = choose_streamed(transformer, facts, settings.memory, **held)
     fill_transformer(transformer, facts, streamed=streamed, progress=progress, **held)

@@ -13,7 +13,7 @@ from .errors import Refused
 from .families.spec import FamilySpec
 from .guidance import Predict
 from .protocol import Conditioning
-from .tokens import image_ids, pack, pad_to_patch, patches, unpack
+from .tokens import by_token, image_ids, pack, pad_to_patch, patches, unpack
 
 GUIDANCE = 3.5
 """Of a model that is told its guidance, when the conditioning does not say; ComfyUI's number."""
@@ -30,6 +30,9 @@ class Predictor:
         family = self._family
         is_reversed = family.prediction == "reversed velocity"
         level = (1 - sigma if is_reversed else sigma) * family.timestep_scale
+        timestep = level.to(x.device).expand(x.shape[0])
+        if conditioning.frame_levels is not None:
+            timestep = by_token(conditioning.frame_levels * timestep.unsqueeze(1), patches(x.shape, family.patch))
         pictures = (x.to(self._dtype), *conditioning.references)
         inputs = {argument: _input(source, conditioning, pictures, family) for argument, source in family.inputs}
         latent, *references = (pad_to_patch(picture, family.patch) for picture in pictures)
@@ -38,7 +41,7 @@ class Predictor:
             latent = torch.cat([latent, pad_to_patch(conditioning.concat_latent, family.patch)], dim=1)
         if family.packed:
             latent = torch.cat([pack(picture, family.patch) for picture in (latent, *references)], dim=1)
-        output = self._run(latent, level.to(x.device).expand(x.shape[0]), inputs)
+        output = self._run(latent, timestep, inputs)
         if family.packed:
             output = unpack(output, latent_shape, family.patch)
         output = output[tuple(slice(size) for size in x.shape)].float() * sigma

@@ -19,7 +19,17 @@ WHOLE = 1 << 31
 
 SMALLEST_BOUNDS = 8
 FEATHER = 8
-MODEL_READS = ("embedding", "pooled", "attention_mask", "guidance", "references", "reference_method", "concat_latent")
+MODEL_READS = (
+    "embedding",
+    "pooled",
+    "attention_mask",
+    "guidance",
+    "references",
+    "reference_method",
+    "concat_latent",
+    "clip_vision",
+    "frame_levels",
+)
 Area = tuple[int, ...]
 Box = tuple[slice, ...]
 """An index into a latent `(B, C, ...)`."""

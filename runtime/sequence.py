@@ -269,8 +269,10 @@ def _on_output(function: Callable[[torch.Tensor, TokenPlace], torch.Tensor], pla
 
 
 def _splitting(sequence: Sequence, module: nn.Module, place: TokenPlace) -> Any:
-    """A hook that splits one argument of a module."""
-    return _on_argument(module, place.argument, lambda tensor: sequence.split(tensor, place))
+    """A hook that splits one argument of a module, where it has the dim of the tokens."""
+    return _on_argument(
+        module, place.argument, lambda tensor: sequence.split(tensor, place) if tensor.ndim > place.dim else tensor
+    )
 
 
 def _withholding(sequence: Sequence, module: nn.Module, place: TokenPlace) -> Any:

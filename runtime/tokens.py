@@ -32,6 +32,11 @@ def patches(shape: Sequence[int], patch: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-size // step) for size, step in zip(shape[2:], patch, strict=True))
 
 
+def by_token(frames: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+    """A number for each frame, `(B, F)`, as one for each token of a grid of patches: `(B, tokens)`. Patches are one frame long."""
+    return frames.repeat_interleave(math.prod(grid[1:]), dim=1)
+
+
 def image_ids(
     shapes: Sequence[Sequence[int]], patch: tuple[int, ...], method: str, device: torch.device, *, apart: int = 1
 ) -> torch.Tensor:

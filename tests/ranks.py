@@ -19,6 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from runtime.families import FAMILIES
+from runtime.families.spec import FamilySpec
 from runtime.families.wan import WAN
 from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
@@ -41,6 +42,8 @@ REGIONS: dict[str, dict[str, list[dict[str, Any]]]] = {
 
 FIRST = ("wan", "flux", "flux-schnell", "flux-fill", "flux-control", "qwen")
 """Families for which every product of kinds is run each time; for the others in full."""
+VIDEOS = ("wan-i2v", "wan2.2-i2v", "wan2.2-ti2v")
+"""Families of videos after the first, in `test_video_ranks`."""
 TABLE = {
     "no mask": {"latent": (1, 16, 8, 8), "padded": False},
     "padded text": {"latent": (1, 16, 8, 8), "prompts": (6, 9)},
@@ -104,13 +107,27 @@ def sample_request(case: Case) -> Sample:
         positive=positive,
         negative=negative,
         latent=torch.zeros(case.latent),
-        noise_mask=torch.rand(1, 1, 9, 7, generator=generator) if case.regions == "masks" else None,
+        noise_mask=noise_mask_of(case, generator),
     )
+
+
+def noise_mask_of(case: Case, generator: torch.Generator) -> torch.Tensor | None:
+    """A mask of the picture; of its frames where the family is told the noise of each."""
+    if family_of(case).frame_levels:
+        frames = case.latent[2] if len(case.latent) == 5 else 1
+        return torch.linspace(0.5, 1.0, frames).view(1, 1, frames, 1, 1)
+    return torch.rand(1, 1, 9, 7, generator=generator) if case.regions == "masks" else None
+
+
+def family_of(case: Case) -> FamilySpec:
+    """The family of the model of a case."""
+    return FAMILIES.get(case.family or case.model.removeprefix("random:"), WAN)
 
 
 def entry(case: Case, length: int, fields: dict[str, Any], generator: torch.Generator) -> Conditioning:
     """A drawn entry of conditioning, as the tiny model of the case takes it."""
-    family = FAMILIES.get(case.family or case.model.removeprefix("random:"), WAN)
+    family = family_of(case)
+    length = family.text_length if family.picture_tokens else length
     embedding = torch.randn(1, length, family.tiny[family.text_width], generator=generator)
     drawn = {"mask": torch.rand(1, 6, 6, generator=generator)} if "mask" in fields else {}
     if family.pooled_width:
@@ -121,7 +138,22 @@ def entry(case: Case, length: int, fields: dict[str, Any], generator: torch.Gene
             drawn |= {"attention_mask": kept.long()}
         else:
             embedding = embedding * kept.unsqueeze(-1)
+    drawn |= pictures(family, (1, *case.latent[1:]), generator)
     return Conditioning(embedding=embedding, **{**fields, **drawn})
+
+
+def pictures(family: FamilySpec, latent: tuple[int, ...], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """What a family that makes videos of pictures reads of them: the first frame is given."""
+    drawn = {}
+    if "given frames" in family.beside:
+        frames = 1 if len(latent) < 5 else latent[2]
+        drawn["concat_latent"] = torch.randn(1, family.latent.channels, frames, *latent[-2:], generator=generator)
+        drawn["concat_mask"] = (
+            (torch.arange(frames) > 0).float().view(1, 1, frames, 1, 1).expand(1, 1, -1, *latent[-2:])
+        )
+    if family.picture_tokens:
+        drawn["clip_vision"] = torch.randn(1, 9, family.tiny["image_dim"], generator=generator)
+    return drawn
 
 
 def run_case(case: Case, mesh: Mesh, pipelines: dict[Any, Pipeline]) -> torch.Tensor:

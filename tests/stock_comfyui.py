@@ -150,11 +150,52 @@ def conditioning(entries: str | list, inputs: dict[str, torch.Tensor]) -> list:
         return [[inputs[entries], {}]]
     tensors = ("mask", "pooled_output", "attention_mask", "concat_latent_image", "concat_mask")
     made = {key: lambda name: None if name is None else inputs[name] for key in tensors}
+    made |= {"clip_vision_output": lambda name: clip_vision(inputs[name])}
     made |= {"area": tuple, "reference_latents": lambda names: [inputs[name] for name in names]}
     return [
         [inputs[name], {key: made.get(key, lambda value: value)(value) for key, value in options.items()}]
         for name, options in entries
     ]
+
+
+def clip_vision(states: torch.Tensor):
+    """What CLIP Vision Encode hands on, of which the video models read these states."""
+    from comfy.clip_vision import Output
+
+    output = Output()
+    output.penultimate_hidden_states = states
+    return output
+
+
+class PooledVae:
+    """A VAE without weights: means of pixels, in as many channels as are asked for."""
+
+    def __init__(self, channels: int, scale: int) -> None:
+        self.latent_channels, self._scale = channels, scale
+        self._mixing = torch.randn(channels, 3, generator=torch.Generator().manual_seed(0))
+
+    def spacial_compression_encode(self) -> int:
+        return self._scale
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """`(N, H, W, 3)` -> `(1, C, 1 + (N - 1) / 4, H / scale, W / scale)`."""
+        pooled = torch.nn.functional.avg_pool2d(pixels[::4].movedim(-1, 1), self._scale)
+        return torch.einsum("cp,fphw->cfhw", self._mixing, pooled).unsqueeze(0)
+
+
+def video(case: dict, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a node that makes a video of pictures adds to a CONDITIONING, and its LATENT, by their keys."""
+    import importlib
+
+    node = getattr(importlib.import_module(case.get("module", "comfy_extras.nodes_wan")), case["node"])
+    made = {name: inputs[given] for name, given in case.get("images", {}).items()}
+    made |= {name: clip_vision(inputs[given]) for name, given in case.get("vision", {}).items()}
+    sides = () if case["node"].endswith("Latent") else ("positive", "negative")
+    prompts = {side: [[torch.zeros(1), {}]] for side in sides}
+    outputs = node.execute(**prompts, vae=PooledVae(*case["vae"]), **case["widgets"], **made).result
+    added = outputs[0][0][1] if prompts else {}
+    added = {key: getattr(value, "penultimate_hidden_states", value) for key, value in added.items()}
+    return {key: value for key, value in {**added, **outputs[-1]}.items() if isinstance(value, torch.Tensor)}
 
 
 def sampled(case: dict, inputs: dict[str, torch.Tensor], models: dict) -> torch.Tensor:
@@ -310,6 +351,8 @@ def main(request_path: str, inputs_path: str, results_path: str, *options: str) 
         "widened": lambda case: widened(case, inputs),
         "previews": lambda case: preview(case, inputs),
     }
+    for number, case in enumerate(request.get("videos", [])):
+        results |= {f"videos.{number}.{key}": tensor for key, tensor in video(case, inputs).items()}
     for kind, compute in kinds.items():
         results |= {f"{kind}.{number}": compute(case) for number, case in enumerate(request.get(kind, []))}
     for number, case in enumerate(request.get("samples", [])):
@@ -317,7 +360,7 @@ def main(request_path: str, inputs_path: str, results_path: str, *options: str) 
             results[f"samples.{number}"] = sampled(case, inputs | results, models)
         except Exception as error:
             results[f"errors.{number}"] = as_bytes(f"{type(error).__name__}: {error}")
-    save_file({name: tensor.contiguous() for name, tensor in results.items()}, results_path)
+    save_file({name: tensor.clone().contiguous() for name, tensor in results.items()}, results_path)
 
 
 if __name__ == "__main__":

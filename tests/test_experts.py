@@ -23,8 +23,6 @@ from runtime.sample_inputs import flow_table
 from runtime.sampling import make_sigmas
 from runtime.settings import MemorySettings, ModelSettings, SampleSettings
 from tests.ranks import Case, relative_error, run_as_threads, sample_request
-from tests.stock import ask_comfyui
-from tests.stock import relative_error as largest_error
 
 LIMIT = 2e-6
 STEPS = 6
@@ -130,27 +128,3 @@ def test_what_is_no_pair_is_refused(settings, words):
 def test_the_same_expert_twice_is_refused(folder):
     with pytest.raises(Refused, match=r"are both transformer: choose the other"):
         inspect_settings(pair(folder, model_low_noise=str(folder / "transformer")))
-
-
-@pytest.mark.comfy
-def test_a_pair_gives_what_two_stock_samplers_give(tmp_path):
-    """ComfyUI's KSamplerAdvanced over the first file, and another over the second."""
-    config = {
-        "image_model": "wan2.1", "model_type": "t2v", "dim": 256, "num_heads": 2, "num_layers": 2, "ffn_dim": 512,
-        "text_dim": 4096, "freq_dim": 64, "in_dim": 16, "out_dim": 16,
-    }  # fmt: skip
-    request = sample_request(Case(latent=LATENT, steps=STEPS))
-    inputs = {"a": request.positive[0].embedding, "n": request.negative[0].embedding, "empty": request.latent}
-    steps = steps_of_high_noise(WAN.boundary)
-    base = {"sampler_name": "euler", "scheduler": "simple", "cfg": 5.0, "seed": 7, "steps": STEPS, "positive": "a", "negative": "n"}  # fmt: skip
-    samples = []
-    for number, advanced in enumerate((["enable", 0, steps, "enable"], ["disable", steps, 10000, "disable"])):
-        described = tmp_path / f"expert_{number}.json"
-        described.write_text(json.dumps({"class": "WAN21_T2V", "unet_config": config, "seed": number}))
-        latent = f"samples.{number - 1}" if number else "empty"
-        samples.append({**base, "model": str(described), "latent": latent, "advanced": advanced})
-    stock = ask_comfyui(tmp_path, inputs=inputs, samples=samples)["samples.1"]
-    names = {"model": str(tmp_path / "expert_0.safetensors"), "model_low_noise": str(tmp_path / "expert_1.safetensors")}
-    error = largest_error(sampled(ModelSettings(**names, dtype="fp32")), stock)
-    print(f"relative error {error:.1e}")
-    assert error < 1e-4

@@ -3,49 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import combinations
-from typing import Any
 
 import pytest
 import torch
 from diffusers import ChromaPipeline
 
 from runtime.families import FAMILIES
-from runtime.mesh import Mesh
 from runtime.protocol import Conditioning
 from tests.bare import bare_model, plain_euler
-from tests.ranks import FIRST, TABLE, Case, relative_error, run_as_threads, run_case, run_cases_as_processes, run_on_one
+from tests.kinds import FEW, KINDS, LIMIT, MANY, compare
+from tests.ranks import FIRST, TABLE, VIDEOS, Case, relative_error, run_cases_as_processes, run_on_one
 
-LIMIT = 2e-6
 UNEVEN_LIMIT = 3e-6
 """For three replicas and the like: float32 alone is 1.4e-6 off float64 in these models, and each batch has its own rounding."""
 AGAINST_DIFFUSERS = 1e-6
 NAMES = ("zimage", "flux2", "chroma", "sd3")
-KINDS = ("data", "cfg", "ring", "ulysses", "tensor")
-FEW = [dict.fromkeys((kind,), 2) for kind in KINDS] + [{"ring": 2, "tensor": 2}]
-MANY = [
-    *(dict.fromkeys(pair, 2) for pair in combinations(KINDS, 2)),
-    *(dict.fromkeys(three, 2) for three in combinations(KINDS, 3)),
-    *({kind: 4} for kind in ("ring", "ulysses", "tensor")),
-    *({kind: 3} for kind in KINDS),
-    {"cfg": 2, "ulysses": 4},
-    {"ring": 2, "ulysses": 3},
-]
-"""Every pair and three of kinds, and degrees that divide nothing."""
-
-
-def compare(name: str, rows: dict[str, dict[str, Any]], degrees: dict[str, int], limit: float = LIMIT) -> None:
-    """Each rank's latents against those of one."""
-    cases = [Case(**row, model=f"random:{name}", steps=2, degrees=degrees) for row in rows.values()]
-    references = run_on_one(cases)
-
-    def run(mesh: Mesh) -> list[torch.Tensor]:
-        pipelines = {}
-        return [run_case(case, mesh, pipelines) for case in cases]
-
-    errors = [list(map(relative_error, results, references)) for results in run_as_threads(degrees, run)]
-    print("relative errors", *(f"{error:.1e}" for error in map(max, zip(*errors, strict=True))))
-    assert max(map(max, errors)) < limit
 
 
 @pytest.mark.parametrize("degrees", FEW, ids=str)
@@ -157,4 +129,4 @@ def test_one_rank_equals_an_euler_loop_over_the_diffusers_class(name, latent, cf
 
 
 def test_every_family_is_run_over_ranks_here_or_with_the_first_ones():
-    assert {*FIRST, *NAMES} == set(FAMILIES)
+    assert {*FIRST, *NAMES, *VIDEOS} == set(FAMILIES)

@@ -117,12 +117,14 @@ def test_a_file_that_is_not_a_model_is_refused_with_what_it_is(tmp_path, content
     ("change", "words"),
     [
         ({"vace_patch_embedding.weight": (2,)}, "Wan VACE"),
-        ({"img_emb.proj.0.bias": (2,)}, "image to video"),
         ({"control_adapter.conv.weight": (2,)}, "Camera"),
         ({"casual_audio_encoder.encoder.final_linear.weight": (2,)}, "S2V"),
         ({"face_adapter.fuser_blocks.0.k_norm.weight": (2,)}, "Animate"),
-        ({"patch_embedding.weight": (256, 36, 1, 2, 2)}, "36 input channels"),
-        ({"patch_embedding.weight": (256, 48, 1, 2, 2), "head.head.weight": (192, 256)}, "TI2V 5B"),
+        (
+            {"patch_embedding.weight": (256, 48, 1, 2, 2)},
+            "48 input and 16 output channels that does not read CLIP vision",
+        ),
+        ({"patch_embedding.weight": (256, 100, 1, 2, 2), "head.head.weight": (192, 256)}, "100 input and 48 output"),
         ({"head.head.weight": None}, "lacks proj_out.weight"),
     ],
 )

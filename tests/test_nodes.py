@@ -80,6 +80,15 @@ def test_references_and_a_picture_beside_the_latent_go_over_as_they_are(pack):
         pack.convert.to_conditioning([[torch.ones(1, 2, 3), {"reference_latents": [3]}]], "positive")
 
 
+def test_what_clip_vision_says_goes_over_by_the_states_that_models_read(pack):
+    states = torch.ones(1, 5, 8)
+    said = SimpleNamespace(penultimate_hidden_states=states, last_hidden_state=torch.zeros(1))
+    [converted] = pack.convert.to_conditioning(entry(clip_vision_output=said), "positive")
+    assert torch.equal(converted.clip_vision, states)
+    with pytest.raises(ValueError, match=r"^positive: connect CLIP Vision Encode again: this input holds object"):
+        pack.convert.to_conditioning(entry(clip_vision_output=object()), "positive")
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -87,7 +96,6 @@ def test_references_and_a_picture_beside_the_latent_go_over_as_they_are(pack):
         {"gligen": ()},
         {"hooks": object()},
         {"guidance": None},
-        {"clip_vision_output": object()},
         {"from_a_node_of_next_year": 1},
     ],
 )

@@ -18,13 +18,21 @@ from runtime.errors import Refused
 from runtime.families import FAMILIES
 from runtime.inspection import inspect_model
 
-WAN = {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
+WAN = {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40, "out_channels": 16}
+WAN_I2V = {**WAN, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+WAN_5B = {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48}
 FLUX = {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "guidance_embeds": True}
 QWEN = {"num_layers": 60, "num_attention_heads": 24, "in_channels": 64, "out_channels": 16}
 PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Wan 2.1 T2V 1.3B": ("wan", "WanTransformer3DModel", {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}),
     "Wan 2.1 T2V 14B": ("wan", "WanTransformer3DModel", WAN),
     "Wan 2.2 T2V A14B, either expert": ("wan", "WanTransformer3DModel", WAN),
+    "Wan 2.1 I2V 14B": ("wan-i2v", "WanTransformer3DModel", WAN_I2V),
+    "Wan 2.1 FLF2V 14B": ("wan-i2v", "WanTransformer3DModel", {**WAN_I2V, "pos_embed_seq_len": 514}),
+    "Wan 2.1 Fun InP 1.3B": ("wan-i2v", "WanTransformer3DModel", {
+        **WAN_I2V, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30, "added_kv_proj_dim": 1536}),
+    "Wan 2.2 I2V A14B, either expert": ("wan2.2-i2v", "WanTransformer3DModel", {**WAN, "in_channels": 36}),
+    "Wan 2.2 TI2V 5B": ("wan2.2-ti2v", "WanTransformer3DModel", WAN_5B),
     "Flux.1 dev": ("flux", "FluxTransformer2DModel", FLUX),
     "Flux.1 Kontext dev": ("flux", "FluxTransformer2DModel", FLUX),
     "Flux.1 Krea dev": ("flux", "FluxTransformer2DModel", FLUX),
@@ -55,11 +63,9 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Z-Image Turbo": ("zimage", "ZImageTransformer2DModel", {"axes_lens": [1536, 512, 512]}),
 }  # fmt: skip
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "Wan 2.1 I2V 14B": ("Wan 2.1 image to video", "WanTransformer3DModel",
-                        {**WAN, "in_channels": 36, "out_channels": 16, "image_dim": 1280, "added_kv_proj_dim": 5120}),
-    "Wan 2.2 I2V A14B": ("36 input channels", "WanTransformer3DModel", {**WAN, "in_channels": 36, "out_channels": 16}),
-    "Wan 2.2 TI2V 5B": ("Wan 2.2 TI2V 5B", "WanTransformer3DModel", {
-        "num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48}),
+    "Wan 2.1 Fun Control 14B": ("48 input and 16 output channels that reads CLIP vision", "WanTransformer3DModel",
+                                {**WAN_I2V, "in_channels": 48}),
+    "Wan 2.2 Fun Control 5B": ("100 input and 48 output", "WanTransformer3DModel", {**WAN_5B, "in_channels": 100}),
     "Wan 2.1 VACE 1.3B": ("Wan VACE", "WanVACETransformer3DModel", {
         "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30, "vace_layers": [0, 2], "vace_in_channels": 96}),
     "Qwen-Image-Layered": ("Qwen-Image-Layered", "QwenImageTransformer2DModel",

@@ -93,10 +93,13 @@ def tiny(family, **changed) -> nn.Module:
 
 def inputs_of(family, text: int = 5) -> dict[str, Any]:
     """What the class takes for a latent of 2 x 4 tokens."""
-    latent = torch.randn(1, family.latent.channels, *[1] * (family.latent.dims - 2 or family.listed), 4, 8)
+    channels = family.latent.channels + 20 * ("given frames" in family.beside)
+    latent = torch.randn(1, channels, *[1] * (family.latent.dims - 2 or family.listed), 4, 8)
+    text = family.text_length if family.picture_tokens else text
     sources = {
         "embedding": torch.randn(1, text, family.tiny[family.text_width]),
         "attention_mask": torch.tensor([[True, True, False, True, False]]),
+        "clip_vision": torch.randn(1, 9, family.tiny.get("image_dim", 1)),
         "pooled": torch.randn(1, family.tiny.get(family.pooled_width, 1)),
         "guidance": torch.tensor([3.5]),
         "image_ids": torch.randint(3, (8, 3)).float(),
@@ -153,8 +156,8 @@ def test_a_split_model_equals_the_bare_class(family, heads):
     2, 1, 1 and 1.
     """
     head_dim = family.head_dim_of(family.tiny)
-    widths = {key: heads * head_dim for key in (family.width, "caption_projection_dim") if key in family.tiny}
-    changed = {family.heads: heads, **widths}
+    keys = (family.width, "caption_projection_dim", "added_kv_proj_dim")
+    changed = {family.heads: heads, **{key: heads * head_dim for key in keys if key in family.tiny}}
     model, inputs = tiny(family, **changed), inputs_of(family)
     facts = inspect_model(f"random:{family.name}")
     facts = replace(facts, heads=heads, config={**facts.config, **changed})

@@ -9,9 +9,13 @@ from .qwen import QWEN
 from .sd3 import SD3
 from .spec import FamilySpec
 from .wan import WAN
+from .wan_image import WAN22_I2V, WAN22_TI2V, WAN_I2V
 from .zimage import ZIMAGE
 
 FAMILIES: dict[str, FamilySpec] = {
     family.name: family
-    for family in (WAN, FLUX, FLUX_SCHNELL, FLUX_FILL, FLUX_CONTROL, QWEN, ZIMAGE, FLUX2, CHROMA, SD3)
+    for family in (
+        *(WAN, WAN_I2V, WAN22_I2V, WAN22_TI2V),
+        *(FLUX, FLUX_SCHNELL, FLUX_FILL, FLUX_CONTROL, QWEN, ZIMAGE, FLUX2, CHROMA, SD3),
+    )
 }

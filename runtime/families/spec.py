@@ -47,7 +47,8 @@ class TokenPlace:
     output that is a tuple that is each one, or number `item`.
 
     `stream` names the tokens; those of one stream are dealt to the ranks alike. They lie along `dim`, and those of the
-    streams `behind` follow: they are split too, by their own numbers, and are not gathered.
+    streams `behind` follow: they are split too, by their own numbers, and are not gathered. An argument without that dim is
+    one for all tokens.
     """
 
     module: str
@@ -173,7 +174,9 @@ class FamilySpec:
     beside the channels of the latent. `text_encoders` says, where the model's own cannot be used yet, what they are and the
     way out. `nunchaku` are the 4-bit Linears that Nunchaku's files name in their own way or fuse; `after_gelu` is a pattern
     of those whose input is the output of a GELU. `boundary`, for an architecture that comes as a pair of experts, is the
-    sigma below which the one of low noise takes over.
+    sigma below which the one of low noise takes over. `picture_tokens` is the module that embeds the tokens of a picture
+    beside those of the prompt. With `frame_levels` the model is told the noise of each frame, and sees those that a mask
+    keeps as they are.
     """
 
     name: str
@@ -219,10 +222,12 @@ class FamilySpec:
     references_apart: int = 1
     text_fill: int = 0
     refuses: tuple[tuple[str, str], ...] = ()
-    beside: tuple[Literal["picture", "mask"], ...] = ()
+    beside: tuple[Literal["picture", "mask", "given frames"], ...] = ()
     text_encoders: str = ""
     fused: tuple[Fused, ...] = ()
     boundary: float = 0.0
+    picture_tokens: str = ""
+    frame_levels: bool = False
 
     def head_dim_of(self, config: Mapping[str, Any]) -> int:
         """How wide a head of the model is."""

@@ -33,8 +33,6 @@ VARIANTS = (
     Variant("HuMo", "audio_proj.audio_proj_glob_1.layer.bias"),
     Variant("Wan 2.2 Animate", "face_adapter.fuser_blocks.0.k_norm.weight"),
     Variant("Wan 2.2 Animate", "face_adapter.0.norm_k.weight"),
-    Variant("Wan 2.1 image to video", "img_emb.proj.0.bias"),
-    Variant("Wan 2.1 image to video", "condition_embedder.image_embedder.norm1.bias"),
     Variant("Wan Fun with a reference image", "ref_conv.weight"),
 )
 
@@ -51,10 +49,17 @@ RENAMES = (
     (r"^(blocks\.\d+)\.norm3\.(?=weight|bias)", r"\1.norm2."),
     (r"^(blocks\.\d+)\.ffn\.0\.", r"\1.ffn.net.0.proj."),
     (r"^(blocks\.\d+)\.ffn\.2\.", r"\1.ffn.net.2."),
+    (r"^img_emb\.emb_pos$", "condition_embedder.image_embedder.pos_embed"),
+    (r"^img_emb\.proj\.0\.", "condition_embedder.image_embedder.norm1."),
+    (r"^img_emb\.proj\.1\.", "condition_embedder.image_embedder.ff.net.0.proj."),
+    (r"^img_emb\.proj\.3\.", "condition_embedder.image_embedder.ff.net.2."),
+    (r"^img_emb\.proj\.4\.", "condition_embedder.image_embedder.norm2."),
     (r"^(blocks\.\d+)\.self_attn\.", r"\1.attn1."),
     (r"^(blocks\.\d+)\.cross_attn\.", r"\1.attn2."),
     (r"^(blocks\.\d+\.attn[12])\.([qkv])\.", r"\1.to_\2."),
     (r"^(blocks\.\d+\.attn[12])\.o\.", r"\1.to_out.0."),
+    (r"^(blocks\.\d+\.attn2)\.([kv])_img\.", r"\1.add_\2_proj."),
+    (r"^(blocks\.\d+\.attn2)\.norm_k_img\.", r"\1.norm_added_k."),
 )
 
 
@@ -77,19 +82,38 @@ def config_from(shapes: Shapes) -> dict[str, Any]:
         "num_layers": max(layers) + 1,
         "cross_attn_norm": "blocks.0.norm2.weight" in shapes,
         "qk_norm": "rms_norm_across_heads",
+        **_picture_config(shapes),
     }
+
+
+def _picture_config(shapes: Shapes) -> dict[str, Any]:
+    """What is said of the tokens of a picture, by a model that reads them."""
+    embedder = "condition_embedder.image_embedder"
+    if f"{embedder}.norm1.weight" not in shapes:
+        return {}
+    positions = shapes.get(f"{embedder}.pos_embed", (1, None, 0))[1]
+    return {
+        "image_dim": shapes[f"{embedder}.norm1.weight"][0],
+        "added_kv_proj_dim": shapes["blocks.0.attn2.add_k_proj.weight"][1],
+        "pos_embed_seq_len": positions,
+    }
+
+
+def channels_of(config: Mapping[str, Any]) -> tuple[int, int, bool]:
+    """How many channels go in and come out, and whether the tokens of a picture go in beside them."""
+    return config.get("in_channels", 16), config.get("out_channels") or 16, bool(config.get("image_dim"))
 
 
 def unsupported_config(config: Mapping[str, Any]) -> str:
     """What a configuration is when it is not text to video; empty when it is."""
-    if config.get("image_dim") or config.get("added_kv_proj_dim"):
-        return "Wan 2.1 image to video"
-    channels = config.get("in_channels", 16)
-    if channels == 48 and config.get("out_channels", 16) == 48:
-        return "Wan 2.2 TI2V 5B"
-    if channels != 16:
-        return f"a Wan that takes a picture or control beside the latent ({channels} input channels, not 16)"
-    return ""
+    return "" if channels_of(config) == (16, 16, False) else described(config)
+
+
+def described(config: Mapping[str, Any]) -> str:
+    """A Wan in words."""
+    channels, out, picture = channels_of(config)
+    reads = "reads" if picture else "does not read"
+    return f"a Wan of {channels} input and {out} output channels that {reads} CLIP vision"
 
 
 LATENT = LatentFormat(
@@ -135,7 +159,7 @@ TINY = MappingProxyType(
 
 WAN = FamilySpec(
     name="wan",
-    title="Wan 2.1 or 2.2, text to video",
+    title="Wan 2.1 or 2.2 text to video",
     pipeline_classes=("WanPipeline",),
     transformer_class="WanTransformer3DModel",
     signature=(
@@ -170,7 +194,7 @@ WAN = FamilySpec(
             LinearShard(r"condition_embedder\.text_embedder\.linear_2", "row"),
         ),
         attentions=r"blocks\.\d+\.attn[12]",
-        norms=r"blocks\.\d+\.attn[12]\.norm_[qk]",
+        norms=r"blocks\.\d+\.attn[12]\.norm_(q|k|added_k)",
     ),
     patch=PATCH,
     inputs=(("encoder_hidden_states", "embedding"),),

@@ -11,10 +11,12 @@ from .samplers import Denoise
 class MaskedDenoise:
     """`(x, sigma) -> denoised` that looks at the latent, noised to `sigma`, where the mask is 0, and answers with it there.
 
-    `mask` is 1 where the picture is painted anew; values between blend.
+    `mask` is 1 where the picture is painted anew; values between blend. `noise` None: the latent is looked at as it is.
     """
 
-    def __init__(self, denoise: Denoise, mask: torch.Tensor, *, noise: torch.Tensor, latent: torch.Tensor) -> None:
+    def __init__(
+        self, denoise: Denoise, mask: torch.Tensor, *, noise: torch.Tensor | None, latent: torch.Tensor
+    ) -> None:
         self._denoise, self._mask, self._kept = denoise, mask, 1.0 - mask
         self._noise, self._latent = noise, latent
 
@@ -28,7 +30,8 @@ class MaskedDenoise:
         return self._kept_in(denoised), negative
 
     def _noised(self, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        return x * self._mask + scale_noise(self._noise, self._latent, sigma=sigma) * self._kept
+        known = self._latent if self._noise is None else scale_noise(self._noise, self._latent, sigma=sigma)
+        return x * self._mask + known * self._kept
 
     def _kept_in(self, denoised: torch.Tensor) -> torch.Tensor:
         return denoised * self._mask + self._latent * self._kept

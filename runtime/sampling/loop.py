@@ -29,13 +29,15 @@ def run_sampler(
     check: Callable[[], object] = lambda: None,
     cpu_noise_offset: int = 1,
     mask: torch.Tensor | None = None,
+    keep_clean: bool = False,
 ) -> torch.Tensor:
     """Noise the latent to `sigmas[0]`, run the sampler, undo the scaling of the last sigma. All in model space.
 
     `sigmas` comes from `schedules.make_sigmas` (on the CPU, at least two) and is left as it is. `noise` and `latent`
     lie on the model's device. `seed` and `cpu_noise_offset` are for the samplers that draw noise between steps; see
     `noise.step_noise`. Between two model calls of one step `check` is called: what it raises ends the sampling.
-    `mask` is 1 where the latent is painted anew and 0 where it is kept; see `inpaint`.
+    `mask` is 1 where the latent is painted anew and 0 where it is kept; see `inpaint`. With `keep_clean` the model sees what
+    is kept without noise.
     """
     sampler = SAMPLERS[sampler_name]
     if sigmas[-1] == 0:
@@ -43,7 +45,7 @@ def run_sampler(
     x = scale_noise(noise, latent, sigma=sigmas[0])
     if mask is not None:
         kept = draw_noise(noise.shape, seed=(seed + 1) % (1 << 64)).to(noise) if sampler.renoises_anew else noise
-        denoise = MaskedDenoise(denoise, mask, noise=kept, latent=latent)
+        denoise = MaskedDenoise(denoise, mask, noise=None if keep_clean else kept, latent=latent)
     highest, end = float(sigmas.max()), sigmas[-1]
     if sampler.starts_below_1 and sigmas[0] >= 1:
         sigmas = torch.cat([sigmas.new_tensor([table.percent_to_sigma(NEARLY_START)]), sigmas[1:]])

@@ -1,0 +1,192 @@
+"""Videos of pictures: what stock nodes make of them, sampled by stock KSampler over ComfyUI's own class, and by our engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.families import FAMILIES
+from runtime.inspection import inspect_model
+from runtime.mesh import Mesh
+from runtime.pipeline import Pipeline
+from runtime.progress import ignore_progress
+from runtime.protocol import Conditioning, Sample
+from runtime.sample_inputs import flow_table
+from runtime.sampling import make_sigmas
+from runtime.settings import ModelSettings, SampleSettings
+from tests.ranks import run_as_threads
+from tests.stock import ask_comfyui, relative_error
+
+pytestmark = pytest.mark.comfy
+
+LIMIT = 1e-4
+WAN = {
+    "image_model": "wan2.1", "model_type": "t2v", "dim": 256, "num_heads": 2, "num_layers": 2, "ffn_dim": 512,
+    "text_dim": 64, "freq_dim": 64, "in_dim": 36, "out_dim": 16,
+}  # fmt: skip
+MODELS = {
+    "i2v": ("wan-i2v", "WAN21_I2V", {**WAN, "model_type": "i2v"}),
+    "flf2v": ("wan-i2v", "WAN21_I2V", {**WAN, "model_type": "i2v", "flf_pos_embed_token_number": 514}),
+    "i2v 2.2": ("wan2.2-i2v", "WAN21_T2V", WAN),
+    "high noise": ("wan", "WAN21_T2V", {**WAN, "in_dim": 16}),
+    "low noise": ("wan", "WAN21_T2V", {**WAN, "in_dim": 16}),
+    "ti2v": ("wan2.2-ti2v", "WAN22_T2V", {**WAN, "in_dim": 48, "out_dim": 48}),
+}
+"""By name: our family, ComfyUI's class, and its configuration."""
+WAN_21, WAN_22 = (16, 8), (48, 16)
+"""Channels of the VAE, and how far it scales down."""
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+INPUTS = {
+    "a": draw(1, 512, 64, seed=1),
+    "n": draw(1, 512, 64, seed=2),
+    "first": draw(1, 50, 70, 3, seed=3).sigmoid(),
+    "two frames": draw(2, 90, 60, 3, seed=4).sigmoid(),
+    "empty": torch.zeros(1, 16, 2, 6, 8),
+    "vision": draw(1, 257, 1280, seed=5),
+    "vision of the last": draw(1, 257, 1280, seed=6),
+}
+SIZE = {"width": 96, "height": 80, "length": 9, "batch_size": 1}
+ODD = {"width": 72, "height": 40, "length": 5, "batch_size": 2}
+FIRST, BOTH = {"start_image": "first"}, {"start_image": "first", "end_image": "two frames"}
+VISION = {"clip_vision_output": "vision"}
+VISION_OF_BOTH = {"clip_vision_start_image": "vision", "clip_vision_end_image": "vision of the last"}
+I2V, FLF2V, TI2V = "WanImageToVideo", "WanFirstLastFrameToVideo", "Wan22ImageToVideoLatent"
+CASES = {
+    ("i2v", "a picture that CLIP vision saw"): {"node": I2V, "images": FIRST, "vision": VISION},
+    ("i2v", "odd sides, two frames, a batch"): {"node": I2V, "images": {"start_image": "two frames"}, "vision": VISION, "widgets": ODD},
+    ("i2v", "no CLIP vision"): {"node": I2V, "images": FIRST},
+    ("i2v", "no picture"): {"node": I2V, "vision": VISION},
+    ("i2v", "an area"): {"node": I2V, "images": FIRST, "vision": VISION, "area": [6, 4, 2, 2]},
+    ("i2v", "the first and the last frame"): {"node": FLF2V, "images": BOTH, "vision": VISION_OF_BOTH},
+    ("flf2v", "the first and the last frame"): {"node": FLF2V, "images": BOTH, "vision": VISION_OF_BOTH},
+    ("flf2v", "CLIP vision of the first alone"): {"node": FLF2V, "images": BOTH, "vision": {"clip_vision_start_image": "vision"}},
+    ("i2v 2.2", "a picture"): {"node": I2V, "images": FIRST},
+    ("i2v 2.2", "the first and the last frame"): {"node": FLF2V, "images": BOTH, "widgets": ODD},
+    ("ti2v", "a first frame"): {"node": TI2V, "images": FIRST},
+    ("ti2v", "a first frame, noise between steps"): {"node": TI2V, "images": FIRST, "sampler_name": "euler_ancestral"},
+    ("ti2v", "a prompt alone"): {"node": TI2V, "widgets": {**ODD, "width": 144, "height": 112}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def widgets(case: dict) -> dict:
+    names = {"sampler_name": "euler", "scheduler": "simple", "cfg": 2.0, "denoise": 1.0, "seed": 3, "steps": 3}
+    return {name: case.get(name, value) for name, value in names.items()}
+
+
+@pytest.fixture(scope="module")
+def stock(folder) -> dict[str, torch.Tensor]:
+    """What ComfyUI's nodes make, and the latents of its KSampler; the weights are in the folder afterwards."""
+    for number, (name, (_, kind, config)) in enumerate(MODELS.items()):
+        (folder / f"{name}.json").write_text(json.dumps({"class": kind, "unet_config": config, "seed": number}))
+    videos, samples = [], []
+    for number, ((model, _), case) in enumerate(CASES.items()):
+        vae = WAN_22 if case["node"] == TI2V else WAN_21
+        videos.append({"widgets": SIZE, "vae": vae, **case})
+        samples.append({**widgets(case), "model": str(folder / f"{model}.json"), **sockets(number, case)})
+    samples += two_samplers(folder, number=len(samples))
+    results = ask_comfyui(folder, inputs=INPUTS, videos=videos, samples=samples)
+    errors = [bytes(tensor.tolist()).decode() for name, tensor in results.items() if name.startswith("errors.")]
+    assert not errors, errors
+    return results
+
+
+PAIR = {"positive": [["a", {}]], "negative": [["n", {}]], "steps": 6}
+
+
+def two_samplers(folder: Path, *, number: int) -> list[dict]:
+    """KSamplerAdvanced over the expert of high noise, then another over the one of low noise; `number` is the first's."""
+    table = flow_table(SampleSettings(), FAMILIES["wan"], INPUTS["empty"].shape)
+    sigmas = make_sigmas("simple", PAIR["steps"], table=table, sampler_name="euler")
+    steps = int((sigmas[:-1] >= FAMILIES["wan"].boundary).sum())
+    turns = {"high noise": ["enable", 0, steps, "enable"], "low noise": ["disable", steps, 10000, "disable"]}
+    latents = ("empty", f"samples.{number}")
+    return [
+        {**widgets(PAIR), **PAIR, "model": str(folder / f"{name}.json"), "latent": latent, "advanced": advanced}
+        for (name, advanced), latent in zip(turns.items(), latents, strict=True)
+    ]
+
+
+def sockets(number: int, case: dict) -> dict:
+    """Positive, negative and latent of a case, by the names of what its node made."""
+    keys = []
+    if case.get("images") and case["node"] != TI2V:
+        keys += ["concat_latent_image", "concat_mask"]
+    if case.get("vision"):
+        keys += ["clip_vision_output"]
+    options = {key: f"videos.{number}.{key}" for key in keys}
+    positive = [["a", options], *([["a", {**options, "area": case["area"]}]] if "area" in case else [])]
+    mask = {"noise_mask": f"videos.{number}.noise_mask"} if case["node"] == TI2V and case.get("images") else {}
+    return {"positive": positive, "negative": [["n", options]], "latent": f"videos.{number}.samples", **mask}
+
+
+def entry(name: str, options: dict, made: dict[str, torch.Tensor]) -> Conditioning:
+    named = {"concat_latent_image": "concat_latent", "concat_mask": "concat_mask", "clip_vision_output": "clip_vision"}
+    fields = {field: made[options[key]] for key, field in named.items() if key in options}
+    area = {"area": tuple(options["area"])} if "area" in options else {}
+    return Conditioning(embedding=INPUTS[name], **fields, **area)
+
+
+def ours(name: tuple[str, str], folder: Path, made: dict[str, torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    case, number = CASES[name], list(CASES).index(name)
+    settings = ModelSettings(model=str(folder / f"{name[0]}.safetensors"), dtype="fp32")
+    pipeline = Pipeline.load(settings, mesh=mesh, progress=ignore_progress)
+    plugs = sockets(number, case)
+    request = Sample(
+        job="stock",
+        model=settings,
+        settings=SampleSettings(**widgets(case)),
+        latent=made[plugs["latent"]].clone(),
+        noise_mask=made[plugs["noise_mask"]] if "noise_mask" in plugs else None,
+        cpu_noise_offset=int(made["step_seed_offset"]),
+        **{side: tuple(entry(*each, made) for each in plugs[side]) for side in ("positive", "negative")},
+    )
+    return pipeline.sample(request, progress=ignore_progress)
+
+
+@pytest.mark.parametrize("name", CASES, ids=" ".join)
+def test_latent_is_ksamplers_over_comfyuis_class(name, stock, folder):
+    assert inspect_model(str(folder / f"{name[0]}.safetensors")).family == MODELS[name[0]][0]
+    error = relative_error(ours(name, folder, stock, Mesh.single()), stock[f"samples.{list(CASES).index(name)}"])
+    print(f"relative error {error:.1e}")
+    assert error < LIMIT
+
+
+def test_a_pair_of_experts_gives_what_two_stock_samplers_give(stock, folder):
+    paths = {name: str(folder / f"{name}.safetensors") for name in ("high noise", "low noise")}
+    settings = ModelSettings(model=paths["high noise"], model_low_noise=paths["low noise"], dtype="fp32")
+    prompts = {side: tuple(entry(*each, stock) for each in PAIR[side]) for side in ("positive", "negative")}
+    widgets_ = SampleSettings(**widgets(PAIR))
+    request = Sample(job="stock", model=settings, settings=widgets_, latent=INPUTS["empty"], **prompts)
+    latent = Pipeline.load(settings, mesh=Mesh.single(), progress=ignore_progress).sample(
+        request, progress=ignore_progress
+    )
+    error = relative_error(latent, stock[f"samples.{len(CASES) + 1}"])
+    print(f"relative error {error:.1e}")
+    assert error < LIMIT
+
+
+FEW = [("i2v", "an area"), ("flf2v", "CLIP vision of the first alone"), ("ti2v", "a first frame")]
+PLACES = [(name, {"tensor": 2}) for name in FEW]
+MORE = [(name, degrees) for name in CASES for degrees in ({"tensor": 2}, {"ring": 2, "ulysses": 2})]
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees"), [*PLACES, *(pytest.param(*more, marks=pytest.mark.full) for more in MORE)], ids=str
+)
+def test_the_same_over_ranks(name, degrees, stock, folder):
+    alone = ours(name, folder, stock, Mesh.single())
+    for result in run_as_threads(degrees, lambda mesh: ours(name, folder, stock, mesh)):
+        assert relative_error(result, alone) < 1e-5
