@@ -35,6 +35,14 @@ class Memory(Message):
     models: tuple[HeldModel, ...] = ()
     prompt_bytes: int = Field(default=0, ge=0)
 
+    @property
+    def sizes(self) -> list[dict[str, str | int]]:
+        """The models by path, with what they take, as `--json` prints it."""
+        return [
+            {"model": held.model.model, "device_bytes": held.device_bytes, "host_bytes": held.host_bytes}
+            for held in self.models
+        ]
+
 
 class RankReport(Message):
     """One rank as the server sees it; `resident_bytes` is what its process has in memory, shared pages too, 0 where that is

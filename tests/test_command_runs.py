@@ -124,6 +124,8 @@ def test_generate_draws_what_the_prompt_says_and_logs_no_prompt(capsys, caplog):
         assert check.inspect(np.asarray(image, dtype=np.float32) / 255) == ("red", "circle", "white")
     assert said["seed"] == 3 and set(said["plan"].values()) == {1}
     assert set(said["seconds"]) == {"load", "encode", "sample", "decode", "write", "total"}
+    (held,) = [model for rank in said["memory"] for model in rank["models"]]
+    assert held["model"] == "tiny-shapes" and held["host_bytes"] > 20 << 20
     assert 0 < said["seconds"]["sample"] < said["seconds"]["total"] >= said["seconds"]["load"]
     assert "circle" not in printed.err + caplog.text
 

@@ -266,3 +266,37 @@ def test_a_plan_takes_under_a_second_and_imports_no_torch(model):
         return float(taken)
 
     assert least(seconds, enough=1.0) < 1.0
+
+
+# What is kept, and where
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--keep-host", "lots"], "OUTRIGGER_KEEP_HOST 'lots' is not one of: auto, a part such as 0.5"),
+        (["--idle-minutes", "soon"], "idle_minutes is 'soon'"),
+    ],
+)
+def test_a_sidecar_that_would_keep_what_is_no_amount_does_not_start(capsys, words, says):
+    assert main(["serve", *words]) == 1
+    assert says in capsys.readouterr().err
+
+
+def test_flags_of_the_sidecar_win_over_its_environment(monkeypatch):
+    served = []
+    monkeypatch.setattr("runtime.server.run_server", lambda server, stdin_guard: served.append(server) or 0)
+    monkeypatch.setattr("runtime.server.Server", lambda endpoint, keep: keep)
+    monkeypatch.setenv("OUTRIGGER_KEEP_DEVICE", "0.5")
+    monkeypatch.setenv("OUTRIGGER_KEEP_HOST", "1GB")
+    assert main(["serve", "--keep-host", "2GB", "--idle-minutes", "5"]) == 0
+    (keep,) = served
+    assert (keep.device, keep.host, keep.prompts, keep.idle_minutes) == ("0.5", "2GB", "256MB", 5.0)
+
+
+def test_places_of_text_encoder_and_vae_come_from_flags():
+    parser = argparse.ArgumentParser()
+    add_model_flags(parser)
+    words = ["--model", "random:wan", "--text-encoder-device", "cpu", "--vae-device", "on-demand"]
+    memory = model_settings(parser.parse_args(words)).memory
+    assert (memory.text_encoder_device, memory.vae_device) == ("cpu", "on-demand")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import pytest
 
+from runtime.client import Sidecar
 from runtime.errors import SidecarError
 from runtime.settings import ModelSettings
 from tests.sidecars import fake_sidecar, family_of, never, rank_pids, run, sample, steps_of, still_there
@@ -16,20 +19,28 @@ from tests.sidecars import fake_sidecar, family_of, never, rank_pids, run, sampl
 A, B, C = (f"fake?name={name}&bytes={30 << 20}" for name in "abc")
 
 
-@pytest.fixture
-def sidecar(monkeypatch):
-    """Starts sidecars that keep so much."""
-    started = []
-
-    def start(**variables: str):
+@contextmanager
+def keeping(**variables: str) -> Iterator[Sidecar]:
+    """A sidecar that keeps so much."""
+    with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
-            monkeypatch.setenv(f"OUTRIGGER_{name}", value)
-        started.append(fake_sidecar())
-        return started[-1].__enter__()
+            patch.setenv(f"OUTRIGGER_{name}", value)
+        with fake_sidecar() as running:
+            yield running
 
-    yield start
-    for each in started:
-        each.__exit__(None, None, None)
+
+@pytest.fixture(scope="module")
+def roomy() -> Iterator[Sidecar]:
+    """One that keeps three of the models on two ranks, for ever."""
+    with keeping(KEEP_HOST="200MB", IDLE_MINUTES="0") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[Sidecar]:
+    """One that keeps the model in use alone."""
+    with keeping(KEEP_HOST="0") as running:
+        yield running
 
 
 def loaded(sidecar, model, **settings) -> bool:
@@ -50,8 +61,8 @@ def wait_until_free(sidecar, seconds: float) -> None:
         time.sleep(0.05)
 
 
-def test_models_that_fit_take_turns_without_a_load_and_each_rank_says_what_it_has(sidecar):
-    running = sidecar(KEEP_HOST="200MB")
+def test_models_that_fit_take_turns_without_a_load_and_each_rank_says_what_it_has(roomy):
+    running = roomy
     assert [loaded(running, model, ranks=2) for model in (A, B, A, B, A)] == [True, True, False, False, False]
     report = running.status()
     assert models_of(running) == [[B, A]] * 2
@@ -60,22 +71,20 @@ def test_models_that_fit_take_turns_without_a_load_and_each_rank_says_what_it_ha
     assert report.memory.startswith("each of 2 ranks: fake?name=b&bytes=31457280 30 MiB of host memory, fake?name=a")
 
 
-def test_the_model_used_longest_ago_makes_room_on_every_rank(sidecar):
-    running = sidecar(KEEP_HOST="140MB")  # of which each of two ranks has half
-    assert [loaded(running, model, ranks=2) for model in (A, B, A, C, A, B)] == [True, True, False, True, False, True]
-    assert models_of(running) == [[A, B]] * 2
+def test_the_model_used_longest_ago_makes_room_on_every_rank():
+    with keeping(KEEP_HOST="140MB") as running:  # of which each of two ranks has half
+        order = [loaded(running, model, ranks=2) for model in (A, B, A, C, A, B)]
+        assert order == [True, True, False, True, False, True] and models_of(running) == [[A, B]] * 2
 
 
-def test_status_says_what_a_model_would_still_take(sidecar):
-    running = sidecar()
-    model = ModelSettings(model=A)
-    assert running.status(model).room == 5 << 20  # what the plan of the pretending server says
-    run(running, sample(A))
-    assert running.status(model).room == 0 and running.status(ModelSettings(model=B)).room == 5 << 20
+def test_status_says_what_a_model_would_still_take(roomy):
+    run(roomy, sample(A, ranks=2))
+    rooms = [roomy.status(ModelSettings(model=model)).room for model in (A, "fake?name=other")]
+    assert rooms == [0, 5 << 20]  # what the plan of the pretending server says
 
 
-def test_free_ends_the_ranks_and_the_next_prompt_works(sidecar):
-    running = sidecar()
+def test_free_ends_the_ranks_and_the_next_prompt_works(roomy):
+    running = roomy
     run(running, sample(A, ranks=2))
     processes = [psutil.Process(pid) for pid in rank_pids(running)]
     report = running.free()
@@ -83,37 +92,30 @@ def test_free_ends_the_ranks_and_the_next_prompt_works(sidecar):
     assert loaded(running, A, ranks=2) and not loaded(running, A, ranks=2)
 
 
-def test_free_while_a_job_runs_leaves_it_alone(sidecar):
-    running = sidecar()
-    run(running, sample("fake?step=0.1"))
+def test_free_while_a_job_runs_leaves_it_alone(roomy):
+    running, slow = roomy, {"model": "fake?step=0.1", "ranks": 2}
+    run(running, sample(**slow))
     before = rank_pids(running)
-    events = running.call(sample("fake?step=0.1", steps=4), interrupted=never)
+    events = running.call(sample(**slow, steps=4), interrupted=never)
     seen = [next(events)]
     assert running.free() is None
     seen += list(events)
     assert steps_of(seen) == [1, 2, 3, 4] and rank_pids(running) == before
 
 
-def test_after_the_idle_time_everything_is_gone_and_the_next_prompt_works(sidecar):
-    running = sidecar(IDLE_MINUTES="0.02")
-    run(running, sample("fake?step=0.5", ranks=2, steps=4))  # which takes longer than the idle time
-    server, *ranks = family_of(running)
-    assert len(ranks) == 2
-    wait_until_free(running, 20)
-    assert not still_there(ranks, within=5) and server.is_running()
-    assert loaded(running, A)
-
-
-def test_no_idle_time_is_never(sidecar):
-    running = sidecar(IDLE_MINUTES="0")
-    run(running, sample(A))
-    time.sleep(1.5)
-    assert len(rank_pids(running)) == 1
+def test_after_the_idle_time_everything_is_gone_and_the_next_prompt_works():
+    with keeping(IDLE_MINUTES="0.02") as running:
+        run(running, sample("fake?step=0.5", ranks=2, steps=4))  # which takes longer than the idle time
+        server, *ranks = family_of(running)
+        assert len(ranks) == 2
+        wait_until_free(running, 20)
+        assert not still_there(ranks, within=5) and server.is_running()
+        assert loaded(running, A)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_killed_while_a_model_is_loaded_in_the_place_of_another_is_one_error(sidecar, victim):
-    running = sidecar(KEEP_HOST="0")
+def test_a_rank_killed_while_a_model_is_loaded_in_the_place_of_another_is_one_error(narrow, victim):
+    running = narrow
     run(running, sample(A, ranks=2))
     pids = rank_pids(running)
     with pytest.raises(SidecarError, match=f"rank {victim}, stage 'loading'.*signal 9"):
@@ -123,8 +125,8 @@ def test_a_rank_killed_while_a_model_is_loaded_in_the_place_of_another_is_one_er
     assert loaded(running, A, ranks=2) and models_of(running) == [[A]] * 2
 
 
-def test_a_model_that_is_refused_leaves_those_that_are_loaded(sidecar):
-    running = sidecar()
+def test_a_model_that_is_refused_leaves_those_that_are_loaded(roomy):
+    running = roomy
     run(running, sample(A, ranks=2))
     with pytest.raises(ValueError, match="is not a model"):
         run(running, sample("fake?file=bad", ranks=2))

@@ -58,6 +58,7 @@ def run(chosen: argparse.Namespace) -> int:
         entries = {"positive": (positive.conditioning,), "negative": (negative.conditioning,) if negative else ()}
         sampled = asker.sample(model, settings=settings, latent=latent, **entries)
         decoded = asker.decode(model, sampled.latent)
+        memory = asker.memory()
         with _timed(seconds, "write"):
             write(decoded.images, out)
     seconds |= {
@@ -65,7 +66,8 @@ def run(chosen: argparse.Namespace) -> int:
         "sample": sampled.seconds,
         "decode": decoded.seconds,
     }
-    answer = {"path": str(out.absolute()), "seconds": seconds, "seed": settings.seed, "plan": plan.degrees}
+    answer = {"path": str(out.absolute()), "seconds": seconds, "seed": settings.seed}
+    answer |= {"plan": plan.degrees, "memory": memory}
     show(answer, lambda it: f"{it['path']}: sampled in {sampled.seconds:.2f} s, {plan.reason}", as_json=chosen.json)
     return 0
 

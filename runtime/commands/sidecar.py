@@ -35,6 +35,14 @@ class Asker:
         """The pictures of a latent."""
         return self._result(Decode, model=model, latent=latent)
 
+    def memory(self) -> list[dict[str, Any]]:
+        """What each rank has loaded, and what it takes."""
+        report = self._sidecar.status()
+        return [
+            {"rank": rank.rank, "device": device, "resident_bytes": rank.resident_bytes, "models": rank.memory.sizes}
+            for rank, device in zip(report.ranks, report.devices, strict=True)
+        ]
+
     def _result(self, kind: Any, **fields: Any) -> Any:
         for event in self._sidecar.call(checked(kind, job=uuid.uuid4().hex, **fields), interrupted=lambda: False):
             match event:
