@@ -251,16 +251,17 @@ def _share(family: FamilySpec, names: Mapping[str, Any]) -> float:
 
 
 def _file_of(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], layout: Layout) -> ModelFacts:
-    names, shapes = layout.names, layout.shapes
     for variant in family.variants:
-        if variant.tensor in names:
+        if variant.tensor in layout.names:
             raise Refused(
-                f"{path} is {variant.name} (it has {names[variant.tensor]}), which is not available yet. "
+                f"{path} is {variant.name} (it has {layout.names[variant.tensor]}), which is not available yet. "
                 f"Available: {family.title}"
             )
-    missing = [name for name in family.signature if name not in names]
+    missing = [name for name in family.signature if name not in layout.names]
     if missing:
         raise Refused(f"{path} looks like {family.title}, but lacks {', '.join(missing)}: download it again")
+    layout = layout.without(family.unused)
+    names, shapes = layout.names, layout.shapes
     _refuse_formats(path, layout.stored_formats)
     try:
         config = family.config_from(shapes)

@@ -35,6 +35,15 @@ class Layout:
     rows: dict[str, Rows] = field(default_factory=dict)
     formats: dict[str, str] = field(default_factory=dict)
 
+    def without(self, pattern: str) -> Layout:
+        """The same but for tensors of such names."""
+        if not pattern:
+            return self
+        parts = (self.names, self.shapes, self.rows, self.formats)
+        return Layout(
+            *({name: each for name, each in part.items() if not re.fullmatch(pattern, name)} for part in parts)
+        )
+
     @property
     def stored_formats(self) -> dict[str, str]:
         """The number formats by what the file calls the tensors."""
@@ -48,8 +57,6 @@ class Layout:
         meant = {stored: renamed(stored, family) for stored in used}
         there = set(meant.values())
         for stored, entry in used.items():
-            if family.unused and re.fullmatch(family.unused, meant[stored]):
-                continue
             for name, rows in _meant(meant[stored], entry.shape, family, there):
                 layout.names[name] = stored
                 layout.shapes[name] = entry.shape

@@ -86,12 +86,13 @@ def _family_and_config(path: Path, metadata: Mapping[str, str]) -> tuple[FamilyS
             f"{path} is in 4 bits, but has no configuration in its metadata, as the single files of Nunchaku have: "
             f"choose one of those, or merge the folder of the older kind into one"
         ) from error
-    family = next((family for family in FAMILIES.values() if family.transformer_class.lower() == named), None)
-    if family is None:
+    alike = [family for family in FAMILIES.values() if family.transformer_class.lower() == named]
+    if not alike:
         supported = ", ".join(family.transformer_class for family in FAMILIES.values())
         raise Refused(
             f"{path} is a {config.get('_class_name')} in 4 bits, which is not available yet. Available: {supported}"
         )
+    family = next((family for family in alike if not family.unsupported_config(config)), alike[0])
     return family, {key: tuple(v) if isinstance(v, list) else v for key, v in config.items() if not key.startswith("_")}
 
 

@@ -6,18 +6,31 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from diffusers import ChromaPipeline
+from diffusers import ChromaPipeline, QwenImagePipeline
 
 from runtime.families import FAMILIES
+from runtime.mesh import Mesh
+from runtime.pipeline import Pipeline
+from runtime.progress import ignore_progress
 from runtime.protocol import Conditioning
 from tests.bare import bare_model, plain_euler
 from tests.kinds import FEW, KINDS, LIMIT, MANY, compare
-from tests.ranks import FIRST, TABLE, VIDEOS, Case, relative_error, run_cases_as_processes, run_on_one
+from tests.ranks import (
+    FIRST,
+    TABLE,
+    VIDEOS,
+    Case,
+    relative_error,
+    run_as_threads,
+    run_cases_as_processes,
+    run_on_one,
+    sample_request,
+)
 
 UNEVEN_LIMIT = 3e-6
 """For three replicas and the like: float32 alone is 1.4e-6 off float64 in these models, and each batch has its own rounding."""
 AGAINST_DIFFUSERS = 1e-6
-NAMES = ("zimage", "flux2", "chroma", "sd3")
+NAMES = ("zimage", "flux2", "chroma", "sd3", "qwen-2511")
 
 
 @pytest.mark.parametrize("degrees", FEW, ids=str)
@@ -44,6 +57,45 @@ def test_processes_equal_one_rank(tmp_path):
     ]
     for results, reference in zip(run_cases_as_processes(cases, tmp_path), run_on_one(cases), strict=True):
         assert max(relative_error(result, reference) for result in results) < LIMIT
+
+
+REFERENCE = torch.randn(1, 16, 1, 4, 8, generator=torch.Generator().manual_seed(5))
+"""In the VAE's space."""
+
+
+def sample_with_reference(case: Case, mesh: Mesh) -> torch.Tensor:
+    """The latent of a case whose positive prompt has a reference beside it."""
+    request = sample_request(case)
+    positive = tuple(each.model_copy(update={"references": (REFERENCE,)}) for each in request.positive)
+    pipeline = Pipeline.load(request.model, mesh=mesh, progress=ignore_progress)
+    return pipeline.sample(request.model_copy(update={"positive": positive}), progress=ignore_progress)
+
+
+@pytest.mark.parametrize("degrees", [{"ring": 2, "tensor": 2}, {"cfg": 2, "ulysses": 2}], ids=str)
+def test_a_reference_of_qwen_image_edit_2511_has_no_noise_on_any_rank(degrees):
+    """Its tokens are modulated for timestep 0, wherever they are dealt to."""
+    case = Case(model="random:qwen-2511", latent=(1, 16, 1, 8, 8), prompts=(5, 9), degrees=degrees)
+    alone, family = sample_with_reference(case, Mesh.single()), FAMILIES["qwen-2511"]
+    model, form = bare_model(family), family.latent
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in (form.mean, form.std))
+    reference = QwenImagePipeline._pack_latents((REFERENCE - mean) / std, 1, 16, 4, 8)
+
+    def velocity(x: torch.Tensor, sigma: torch.Tensor, prompt: Conditioning) -> torch.Tensor:
+        beside = prompt.embedding.shape[1] == case.prompts[0]
+        tokens = QwenImagePipeline._pack_latents(x, 1, 16, 8, 8)
+        output = model(
+            hidden_states=torch.cat([tokens, reference], dim=1) if beside else tokens,
+            encoder_hidden_states=prompt.embedding,
+            encoder_hidden_states_mask=prompt.attention_mask,
+            timestep=sigma.expand(1),
+            img_shapes=[[(1, 4, 4), (1, 2, 4)]] if beside else [[(1, 4, 4)]],
+            return_dict=False,
+        )[0]
+        return QwenImagePipeline._unpack_latents(output[:, :16], 64, 64, vae_scale_factor=8)
+
+    assert relative_error(alone, plain_euler(case, family, velocity)) < 2 * AGAINST_DIFFUSERS
+    for result in run_as_threads(degrees, lambda mesh: sample_with_reference(case, mesh)):
+        assert relative_error(result, alone) < LIMIT
 
 
 Velocity = Callable[[torch.Tensor, torch.Tensor, Conditioning], torch.Tensor]

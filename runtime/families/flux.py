@@ -219,6 +219,7 @@ FLUX = FamilySpec(
             TokenPlace("", "txt_ids", stream="text", dim=0),
         ),
         gathered=(TokenPlace("proj_out"),),
+        joined=("text", "image"),
     ),
     self_attention=rf"({DOUBLE}|{SINGLE})\.attn",
     tensor=TensorSplit(

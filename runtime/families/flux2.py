@@ -158,6 +158,7 @@ FLUX2 = FamilySpec(
             TokenPlace("", "txt_ids", stream="text", dim=0),
         ),
         gathered=(TokenPlace("proj_out"),),
+        joined=("text", "image"),
     ),
     self_attention=rf"({DOUBLE}|{SINGLE})\.attn",
     tensor=TensorSplit(

@@ -1,10 +1,11 @@
-"""Qwen-Image and Qwen-Image-Edit (Qwen Team 2025, arXiv:2508.02324)."""
+"""Qwen-Image and Qwen-Image-Edit, up to 2509 and 2511 (Qwen Team 2025, arXiv:2508.02324)."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +13,8 @@ from .spec import FamilySpec, LinearShard, PackedLinear, Rebuilt, Shapes, Tensor
 from .wan import LATENT
 
 PATCH = (1, 2, 2)
+MARK = "__index_timestep_zero__"
+"""An empty tensor of ComfyUI's files, by which 2511 is told."""
 
 
 def config_from(shapes: Shapes) -> dict[str, Any]:
@@ -38,6 +41,11 @@ def unsupported_config(config: Mapping[str, Any]) -> str:
     if config.get("zero_cond_t"):
         return "Qwen-Image-Edit 2511"
     return ""
+
+
+def not_2511(config: Mapping[str, Any]) -> str:
+    """What a configuration is when it is not Qwen-Image-Edit 2511; empty when it is."""
+    return "" if config.get("zero_cond_t") else unsupported_config(config) or QWEN.title
 
 
 TINY = MappingProxyType(
@@ -72,7 +80,7 @@ QWEN = FamilySpec(
     ),
     variants=(
         Variant("Qwen-Image-Layered", "time_text_embed.addition_t_embedding.weight"),
-        Variant("Qwen-Image-Edit 2511", "__index_timestep_zero__"),
+        Variant("Qwen-Image-Edit 2511", MARK),
         Variant("a Qwen-Image ControlNet", "controlnet_blocks.0.weight"),
     ),
     renames=(),
@@ -133,3 +141,18 @@ QWEN = FamilySpec(
     references=("index",),
     text_encoders="Qwen2.5-VL: use a CLIP Loader (type qwen_image) and CLIP Text Encode",
 )
+
+QWEN_2511 = replace(
+    QWEN,
+    name="qwen-2511",
+    title="Qwen-Image-Edit 2511",
+    signature=(*QWEN.signature, MARK),
+    variants=tuple(variant for variant in QWEN.variants if variant.tensor != MARK),
+    unused=MARK,
+    config_from=lambda shapes: {**config_from(shapes), "zero_cond_t": True},
+    unsupported_config=not_2511,
+    split=replace(QWEN.split, split=(*QWEN.split.split, TokenPlace(r"transformer_blocks\.\d+", "modulate_index"))),
+    references=("index_timestep_zero",),
+    tiny=MappingProxyType({**TINY, "zero_cond_t": True}),
+)
+"""The tokens of references are modulated as if they had no noise."""
