@@ -9,7 +9,7 @@ from comfy_api.latest import io
 from ..runtime.errors import in_our_words
 from . import files
 from .io_types import CATEGORY, Model, advanced, searchable
-from .parts import MAX_STRENGTH, convert, settings
+from .parts import BOTH_EXPERTS, EXPERTS, MAX_STRENGTH, convert, settings
 
 
 class OutriggerLora(io.ComfyNode):
@@ -52,6 +52,24 @@ class OutriggerLora(io.ComfyNode):
                         ),
                     )
                 ),
+                io.Float.Input(
+                    "strength_clip",
+                    optional=True,
+                    force_input=True,
+                    tooltip=(
+                        "Another strength for the text encoder, in Outrigger Text Encode with this model. Unconnected: "
+                        "strength_model. Few files have such a part."
+                    ),
+                ),
+                advanced(
+                    io.Combo.Input(
+                        "expert",
+                        options=[BOTH_EXPERTS, *EXPERTS],
+                        optional=True,
+                        default=BOTH_EXPERTS,
+                        tooltip="Of a model of two experts (Wan 2.2 A14B), the one that the file is for.",
+                    )
+                ),
             ],
             outputs=[
                 Model.Output(
@@ -77,13 +95,26 @@ class OutriggerLora(io.ComfyNode):
         return "" if lora_name == "" else files.stamp({"lora": files.find_lora(lora_name)})
 
     @classmethod
-    def execute(cls, model: Any, lora_name: str, strength_model: float = 1.0, fuse: bool = False) -> io.NodeOutput:
+    def execute(
+        cls,
+        model: Any,
+        lora_name: str,
+        strength_model: float = 1.0,
+        fuse: bool = False,
+        strength_clip: float | None = None,
+        expert: str = BOTH_EXPERTS,
+    ) -> io.NodeOutput:
         model = convert.to_model(model)
-        if isinstance(strength_model, (int, float)) and strength_model == 0:
+        if _is_zero(strength_model) and (strength_clip is None or _is_zero(strength_clip)):
             return io.NodeOutput(model)
         path = files.find_lora(lora_name)
-        widgets = {"strength": strength_model, "fuse": fuse, "stamp": files.stamp({"lora": path})}
+        widgets = {"strength": strength_model, "strength_clip": strength_clip, "expert": expert, "fuse": fuse}
+        widgets["stamp"] = files.stamp({"lora": path})
         lora = in_our_words(settings.LoraSettings, path=path, **widgets)
         if len(model.loras) >= settings.MAX_LORAS:
             raise ValueError(f"model: it has {settings.MAX_LORAS} LoRAs already: take some out")
         return io.NodeOutput(model.model_copy(update={"loras": (*model.loras, lora)}))
+
+
+def _is_zero(strength: Any) -> bool:
+    return isinstance(strength, (int, float)) and strength == 0

@@ -34,8 +34,10 @@ class _Missing:
 try:
     from ..runtime import settings
     from ..runtime.settings import (
+        BOTH_EXPERTS,
         COMPONENT_PLACES,
         DTYPES,
+        EXPERTS,
         FROM_MODEL,
         MAX_DEGREE,
         MAX_STRENGTH,
@@ -51,3 +53,4 @@ except ImportError as reason:
     DTYPES, QUANT_KINDS, FROM_MODEL, TINY_SHAPES = ("auto",), ("none",), "from model", "tiny-shapes"
     SAMPLER_NAMES, SCHEDULER_NAMES, MAX_DEGREE, MAX_STRENGTH = ("euler",), ("simple",), 64, 100.0
     OFFLOAD_KINDS, COMPONENT_PLACES = ("none",), ("auto",)
+    EXPERTS, BOTH_EXPERTS = (), "both"

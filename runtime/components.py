@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from .encoders.remembered import RememberedPrompts
 from .encoders.reporting import GroupProgress
 from .encoders.rows import Rows
 from .encoders.text import TextEncoder
+from .encoders.text_loras import for_text
 from .encoders.vae import Autoencoder
 from .encoders.vae_files import load_autoencoder
 from .errors import Refused
@@ -22,7 +23,7 @@ from .message import Conditioning
 from .progress import ReportProgress
 from .protocol import LOADING
 from .release import release_memory
-from .settings import AXES, FROM_MODEL, ModelSettings
+from .settings import AXES, FROM_MODEL, LoraSettings, ModelSettings
 
 AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 """By kind of device. Text encoders always run in these: T5 overflows in fp16."""
@@ -40,8 +41,13 @@ class Components:
         self._settings, self._facts, self._family, self._mesh = settings, facts, facts.spec, mesh
         self._prompts = prompts or RememberedPrompts(0)
 
-    def encode_text(self, text: str, *, progress: ReportProgress) -> Conditioning | None:
-        """The conditioning of a prompt; None on every rank but the first. Raises `Refused` without a text encoder."""
+    def encode_text(
+        self, text: str, *, loras: Iterable[LoraSettings] = (), progress: ReportProgress
+    ) -> Conditioning | None:
+        """The conditioning of a prompt with the parts of these LoRAs that are for the encoder, told of in notices; None on
+        every rank but the first. Raises `Refused` without a text encoder.
+        """
+        chosen = for_text(loras)
         folder, tokenizer = self._text_encoder_folders()  # on every rank, so that all refuse alike and stay
         if any(self._mesh.index(axis) for axis in AXES if axis != "tensor"):
             return None
@@ -49,10 +55,12 @@ class Components:
 
         def encode() -> Conditioning:
             with self._text_encoder_of(folder, tokenizer, report) as encoder:
+                for line in encoder.use_loras(chosen):
+                    report(LOADING, 1, 1, notice=line if self._mesh.rank == 0 else "")
                 return encoder.encode(text, progress=report)
 
         files = tuple(_file_states(folder, tokenizer))
-        encoder = (files, self._family.text_length, self._text_device.type)
+        encoder = (files, self._family.text_length, self._text_device.type, chosen)
         conditioning = self._prompts.recall(encoder, text, encode)
         return conditioning if self._mesh.rank == 0 else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from .inspection import ModelFacts
 from .kernels import Kernels
 from .linear import hold_hooks, swap_linears
 from .lora.apply import Loras
+from .lora.experts import use_on
+from .lora.names import LayerNames
 from .mesh import Mesh
 from .parts import check_parts
 from .picture_tokens import read_pictures
@@ -107,6 +110,7 @@ class Pipeline:
         kernels = usable_kernels(kinds, dtype=_dtype(settings, mesh), device=mesh.device)
         share = {"mesh": mesh, "sequence": sequence}
         experts = [_load_expert(each, settings, kernels=kernels, progress=progress, **share) for each in facts.experts]
+        use_on([expert.loras for expert in experts], settings.loras)
         components = Components(settings, facts, mesh=mesh, prompts=prompts)
         return cls(experts, facts, settings=settings, components=components, kernels=kernels, **share)
 
@@ -126,12 +130,15 @@ class Pipeline:
 
         Raises `Refused` when one of them cannot be used; then nothing has changed.
         """
-        chosen = tuple(loras)
-        return tuple(line for expert in self.experts for line in expert.loras.use(chosen))
+        return use_on([expert.loras for expert in self.experts], loras)
 
-    def encode_text(self, text: str, *, progress: ReportProgress) -> Conditioning | None:
-        """The conditioning of a prompt; None on every rank but the first. Raises `Refused` without a text encoder."""
-        return self._components.encode_text(text, progress=progress)
+    def encode_text(
+        self, text: str, *, progress: ReportProgress, loras: Iterable[LoraSettings] = ()
+    ) -> Conditioning | None:
+        """The conditioning of a prompt, by an encoder with the parts of these LoRAs that are for it; None on every rank but
+        the first. Raises `Refused` without a text encoder.
+        """
+        return self._components.encode_text(text, loras=loras, progress=progress)
 
     @torch.inference_mode()
     def sample(self, request: Sample, *, progress: ReportProgress) -> torch.Tensor:
@@ -239,8 +246,7 @@ def _load_expert(
     filled = weigh([transformer])
     slots = stream_weights(transformer, facts, streamed, settings.memory, **held)
     in_host = Bytes(host=filled.host - weigh([transformer]).host)
-    loras = Loras(transformer, facts.spec, **held)
-    loras.use(settings.loras)
+    loras = Loras(transformer, partial(LayerNames, facts.spec), **held)
     return Expert(transformer, facts, loras, in_host + Bytes.on(mesh.device, slots))
 
 

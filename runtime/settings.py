@@ -33,6 +33,9 @@ SCHEDULER_NAMES = (
 """Both in ComfyUI's order."""
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 QUANT_KINDS = ("none", "fp8", "svdquant-int4", "svdquant-nvfp4")
+EXPERTS = ("high noise", "low noise")
+"""Of a pair that takes turns, in the order in which they run."""
+BOTH_EXPERTS = "both"
 OFFLOAD_KINDS = ("none", "layerwise", "disk")
 COMPONENT_PLACES = ("auto", "device", "cpu", "on-demand")
 
@@ -117,12 +120,15 @@ class ParallelSettings(Settings):
 class LoraSettings(Settings):
     """A LoRA file by absolute path, and how strongly it counts; negative takes away, 0 is off.
 
-    `fuse` folds it into weights that are plain and stay on the device: faster steps, slower changes. `stamp` as for a
-    model.
+    `strength_clip` is that of its part for the text encoder, where the model's own encodes the prompt; None for the same. Of
+    a pair of experts `expert` is the one that it is for. `fuse` folds it into weights that are plain and stay on the device: faster steps,
+    slower changes. `stamp` as for a model.
     """
 
     path: str = Field(min_length=1)
     strength: float = Field(default=1.0, ge=-MAX_STRENGTH, le=MAX_STRENGTH, allow_inf_nan=False)
+    strength_clip: float | None = Field(default=None, ge=-MAX_STRENGTH, le=MAX_STRENGTH, allow_inf_nan=False)
+    expert: Literal["both", "high noise", "low noise"] = "both"
     fuse: bool = False
     stamp: str = Field(default="", max_length=256)
 

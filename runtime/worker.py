@@ -160,7 +160,8 @@ class Worker:
         started = time.perf_counter()
         match request:
             case EncodeText():
-                result = partial(Encoded, conditioning=pipeline.encode_text(request.text, progress=report))
+                chosen = {"loras": request.model.loras, "progress": report}
+                result = partial(Encoded, conditioning=pipeline.encode_text(request.text, **chosen))
             case Sample():
                 self._use_loras(pipeline, request)
                 result = partial(Sampled, latent=pipeline.sample(request, progress=report))

@@ -37,7 +37,7 @@ class FakePipeline:
     def held(self):
         return Bytes(host=int(self.behaviour.get("bytes", 0)))
 
-    def encode_text(self, text, *, progress):
+    def encode_text(self, text, *, progress, loras=()):
         progress("encoding text", 1, 1)
         if self.first and self.behaviour.get("text") == "bad":
             raise Refused("the prompt is too long")

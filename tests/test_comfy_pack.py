@@ -22,7 +22,7 @@ pytestmark = pytest.mark.comfy
 NODE_INPUTS = {
     "OutriggerLoadModel": "model* dtype quant text_encoder text_encoder_2 vae parallel memory speed "
     "model_low_noise boundary",
-    "OutriggerLora": "model* lora_name* strength_model fuse",
+    "OutriggerLora": "model* lora_name* strength_model fuse strength_clip expert",
     "OutriggerParallelism": "devices ulysses ring tensor cfg data",
     "OutriggerMemory": "offload resident_blocks prefetch text_encoder_device vae_device",
     "OutriggerTextEncode": "model* text*",
@@ -124,6 +124,7 @@ def test_node_has_its_inputs_for_ever_and_explains_each(comfyui: ComfyUI, node: 
         "samples",
         "sigmas",
         "noise",
+        "strength_clip",
     )
     assert all("default" in options for name, (_, options) in optional.items() if name not in sockets)
 

@@ -188,6 +188,13 @@ def test_loras_come_from_flags_or_a_list_in_a_file_with_their_strengths(tmp_path
         loras("--lora", "styles.safetensors:1")
     with pytest.raises(Refused, match="strength is 101"):
         loras("--lora", "style.safetensors:101")
+    chosen = parser.parse_args(
+        ["--model", "random:wan", "--lora", "style.safetensors:0.5:high", "--lora", "odd:name.safetensors:low"]
+    )
+    assert [(each.strength, each.expert) for each in model_settings(chosen).loras] == [
+        (0.5, "high noise"),
+        (1.0, "low noise"),
+    ]
 
 
 @pytest.mark.parametrize(("lora", "says"), [(".", "is a folder: give a LoRA file"), ("", "is empty: give a path")])

@@ -234,7 +234,7 @@ def test_keys_that_were_not_applied_are_told_by_name(tmp_path):
     }
     [report] = load().use_loras([write(tmp_path / "lora.safetensors", tensors)])
     assert report == (
-        "lora.safetensors: 1 target applied; not applied, since a text encoder is changed by none yet: "
+        "lora.safetensors: 1 target applied; left to Outrigger Text Encode: "
         "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight, text_encoder.layers.0.fc1.lora_A.weight; "
         "not applied: diffusion_model.blocks.*.diff_m (2), diffusion_model.blocks.9.self_attn.q.lora_A.weight, something"
     )

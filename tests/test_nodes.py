@@ -352,6 +352,17 @@ def test_a_lora_of_strength_0_is_left_out(pack, folders):
     (model,) = pack.model.OutriggerLoadModel.execute(model="tiny-shapes")
     (same,) = pack.lora.OutriggerLora.execute(model, "gone.safetensors", 0.0)
     assert same is model
+    (same,) = pack.lora.OutriggerLora.execute(model, "gone.safetensors", 0.0, strength_clip=0.0)
+    assert same is model
+
+
+def test_a_lora_may_count_for_the_text_alone_or_for_one_expert(pack, folders):
+    (model,) = pack.model.OutriggerLoadModel.execute(model="tiny-shapes")
+    (text,) = pack.lora.OutriggerLora.execute(model, "style.safetensors", 0.0, strength_clip=0.5)
+    (one,) = pack.lora.OutriggerLora.execute(model, "style.safetensors", 0.7, expert="low noise")
+    [for_text], [for_low] = text.loras, one.loras
+    assert (for_text.strength, for_text.strength_clip, for_text.expert) == (0.0, 0.5, "both")
+    assert (for_low.strength, for_low.strength_clip, for_low.expert) == (0.7, None, "low noise")
 
 
 def test_only_safe_loras_are_offered_and_others_named_with_the_way_out(pack, folders):

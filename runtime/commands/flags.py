@@ -11,8 +11,10 @@ from ..errors import Refused, in_our_words
 from ..settings import (
     AUTO,
     AXES,
+    BOTH_EXPERTS,
     COMPONENT_PLACES,
     DTYPES,
+    EXPERTS,
     OFFLOAD_KINDS,
     QUANT_KINDS,
     LoraSettings,
@@ -45,8 +47,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="number format of the weights")
     parser.add_argument("--quant", choices=QUANT_KINDS, default=QUANT_KINDS[0], help="quantisation of the weights")
     parser.add_argument(
-        "--lora", action="append", default=[], metavar="FILE[:STRENGTH]",
-        help="a LoRA file, or its name under loras, and how strongly it counts (1); may be given several times",
+        "--lora", action="append", default=[], metavar="FILE[:STRENGTH[:EXPERT]]",
+        help="a LoRA file, or its name under loras, how strongly it counts (1), and for one of two experts alone `high` or "
+        "`low`; may be given several times",
     )  # fmt: skip
     parser.add_argument("--devices", default="auto", help="auto, cpu:4 or cuda:0,1")
     for flag, axis in DEGREES.items():
@@ -107,13 +110,16 @@ def _parallel_settings(chosen: argparse.Namespace) -> ParallelSettings:
 
 
 def _lora_settings(text: str) -> LoraSettings:
-    """`FILE` or `FILE:STRENGTH`; a file may have colons in its name."""
+    """`FILE`, `FILE:STRENGTH` or `FILE:STRENGTH:high`; a file may have colons in its name."""
+    name, _, word = text.rpartition(":")
+    expert = next((expert for expert in EXPERTS if name and expert == f"{word} noise"), BOTH_EXPERTS)
+    text = text if expert == BOTH_EXPERTS else name
     name, _, strength = text.rpartition(":")
     number = _number(strength) if name else None
     path = find_file(text if number is None else name, LORA_FOLDERS)
     if os.path.isdir(path):
         raise Refused(f"{path} is a folder: give a LoRA file in it")
-    return checked(LoraSettings, path=path, strength=1.0 if number is None else number)
+    return checked(LoraSettings, path=path, strength=1.0 if number is None else number, expert=expert)
 
 
 def _number(text: str) -> float | None:

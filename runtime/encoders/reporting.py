@@ -23,12 +23,19 @@ class GroupProgress:
         self._progress, self._group = progress, group
 
     def __call__(
-        self, stage: str, step: int, total: int, *, preview: torch.Tensor | None = None, together: bool = True
+        self,
+        stage: str,
+        step: int,
+        total: int,
+        *,
+        preview: torch.Tensor | None = None,
+        notice: str = "",
+        together: bool = True,
     ) -> None:
         """Report, on every rank of the group."""
         stopped = torch.zeros(1, dtype=torch.int64)
         try:
-            self._progress(stage, step, total, preview=preview, together=False)
+            self._progress(stage, step, total, preview=preview, notice=notice, together=False)
         except Cancelled:
             stopped += 1
         if self._group is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,16 @@ from transformers.utils.logging import disable_progress_bar
 from ..configuration import load_folder
 from ..errors import Refused
 from ..inspection import read_json
+from ..lora.apply import Loras
 from ..progress import ReportProgress
 from ..protocol import Conditioning
+from ..settings import LoraSettings
 from .reporting import reporting
+from .text_loras import loras_of
 from .text_split import load_split
 
 STAGE = "encoding text"
+TITLE, COMFYUI_NAME = "the text encoder UMT5", "umt5xxl"
 MOST_TOKENS = 4096
 """Of a prompt; eight times what the models were trained on. Attention's memory grows with the square."""
 
@@ -38,6 +42,7 @@ class TextEncoder:
         self.model = model
         self._tokenizer, self._device, self._length = tokenizer, device, length
         self._stays = stays
+        self._loras: Loras | None = None
 
     @classmethod
     def load(
@@ -63,6 +68,15 @@ class TextEncoder:
                 f"of one model"
             )
         return cls(words, model.eval().requires_grad_(False), length=length, device=device, stays=stays)
+
+    @torch.inference_mode()
+    def use_loras(self, loras: Iterable[LoraSettings]) -> tuple[str, ...]:
+        """Encode with the parts of these that are for a text encoder, and no others; a line to tell of each. Raises `Refused`."""
+        with self._on_device():
+            if self._loras is None:
+                kind = {"title": TITLE, "comfyui": COMFYUI_NAME, "dtype": self._model.dtype, "device": self._device}
+                self._loras = loras_of(self._model, **kind)
+            return self._loras.use(loras)
 
     @torch.inference_mode()
     def encode(self, text: str, *, progress: ReportProgress) -> Conditioning:

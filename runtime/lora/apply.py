@@ -7,7 +7,7 @@ folded is worked out in each call from what the weight stands for, and its produ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,14 +15,13 @@ import torch
 from torch import nn
 
 from ..checkpoint import Shapes
-from ..families.spec import FamilySpec
 from ..linear import LocalPart, ParallelLinear, local_part, parallel_linear
 from ..pairs import Pair
 from ..parallel.tensor import add_up
 from ..settings import LoraSettings
 from .changes import Change, Place
 from .held import HeldLoras, can_fold
-from .names import WEIGHT, LayerNames
+from .names import WEIGHT, Names
 
 
 class Use(NamedTuple):
@@ -43,13 +42,23 @@ class Loras:
     """What is put on one model. All ranks make the same calls."""
 
     def __init__(
-        self, model: nn.Module, family: FamilySpec, *, shapes: Shapes, dtype: torch.dtype, device: torch.device
+        self,
+        model: nn.Module,
+        names_of: Callable[[Shapes], Names],
+        *,
+        shapes: Shapes,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._model, self._device = model, device
         self._shapes = {**shapes, **_weights_of_linears(model)}
-        self._held = HeldLoras(model, LayerNames(family, self._shapes), dtype=dtype)
+        self._held = HeldLoras(model, names_of(self._shapes), dtype=dtype)
         self._uses: dict[str, list[Use]] = {}
         self._originals: dict[str, torch.Tensor] = {}
+
+    def check(self, loras: Iterable[LoraSettings]) -> None:
+        """Read what is not held yet. Raises `Refused` when one of them cannot be used."""
+        self._held.take(lora for lora in loras if lora.strength)
 
     @torch.inference_mode()
     def use(self, loras: Iterable[LoraSettings]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from ..errors import Refused
 from ..safetensors_header import read_header
 from .build import weight_change
 from .changes import Change, Difference
-from .formats import BIAS, REFUSED_ROLES, TEXT_ENCODER, Roles, group_keys, summary, unread_roles
+from .formats import BIAS, REFUSED_ROLES, Roles, group_keys, summary, unread_roles
 from .guess import likely_family
-from .names import LayerNames, Target
+from .names import Names, Target, bias_of
 
 Layers = Mapping[str, Roles]
 """The keys of each layer, by role."""
@@ -23,24 +23,28 @@ Layers = Mapping[str, Roles]
 
 @dataclass(frozen=True)
 class LoraFile:
-    """What a file changes, by the model's name of a tensor; and the keys that no tensor of the model was found for."""
+    """What a file changes, by the model's name of a tensor; the keys that no tensor of the model was found for, and those of
+    `others`, which are for models of another kind: the text encoders, or the transformer.
+    """
 
     path: Path
     changes: Mapping[str, Change]
     unused: tuple[str, ...]
+    others: tuple[str, ...]
 
-    def report(self) -> str:
+    def report(self, names: Names) -> str:
         """A line for the node: how much was applied, and by name what was not."""
-        encoder = [key for key in self.unused if TEXT_ENCODER.match(key)]
-        others = [key for key in self.unused if not TEXT_ENCODER.match(key)]
-        parts = [f"{self.path.name}: {len(self.changes)} target{'s'[: len(self.changes) != 1]} applied"]
-        parts += [f"not applied, since a text encoder is changed by none yet: {summary(encoder)}"] if encoder else []
-        parts += [f"not applied: {summary(others)}"] if others else []
+        parts = [f"{self.path.name}: {len(self.changes)} target{'s'[: len(self.changes) != 1]} {_applied_to(names)}"]
+        if names.family and self.others:
+            encoded = f"not applied, since ComfyUI encodes the prompts of {names.title}"
+            where = encoded if names.family.text_encoders else "left to Outrigger Text Encode"
+            parts.append(f"{where}: {summary(self.others)}")
+        parts += [f"not applied: {summary(self.unused)}"] if self.unused else []
         return "; ".join(parts)
 
 
-def read_lora(path: str, *, names: LayerNames) -> LoraFile:
-    """Read a file for the model of these names.
+def read_lora(path: str, *, names: Names) -> LoraFile:
+    """Read a file for the model of these names. For a text encoder it may change nothing.
 
     Raises `Refused` when it is no LoRA, of a kind that is not applied, for another model, or damaged.
     """
@@ -52,11 +56,15 @@ def read_lora(path: str, *, names: LayerNames) -> LoraFile:
     layers, unused = group_keys(read_header(file))
     if not layers:
         raise Refused(f"{file.name} is not a LoRA: it has keys such as {summary(unused[:3])}")
+    everything = layers
+    layers = {layer: roles for layer, roles in layers.items() if names.owns(layer)}
+    others = [key for layer, roles in everything.items() if layer not in layers for key in roles.values()]
+    unused, others = _sorted_out(unused, others, names)
     targets = {layer: names.find(layer) for layer in layers}
     for layer in filter(targets.__getitem__, layers):
         _refuse_kind(file, layers[layer])
         unused += [layers[layer][role] for role in unread_roles(layers[layer])]
-        if BIAS in layers[layer] and not any(map(names.bias, targets[layer])):
+        if BIAS in layers[layer] and not any(bias_of(target, names.shapes) for target in targets[layer]):
             unused.append(layers[layer][BIAS])
     unused += [key for layer, roles in layers.items() if not targets[layer] for key in roles.values()]
     changes: dict[str, Change] = {}
@@ -64,13 +72,25 @@ def read_lora(path: str, *, names: LayerNames) -> LoraFile:
         if target.name in changes:
             raise Refused(f"{file.name} has two changes of {target.name}: download it again")
         changes[target.name] = _fitting(file, change.rows(target.rows), target, names, layers)
-    if not changes:
-        raise Refused(_fits_nothing(file, layers, names))
-    return LoraFile(file, changes, tuple(sorted(unused)))
+    if not changes and names.family:
+        raise Refused(_fits_nothing(file, everything, names))
+    return LoraFile(file, changes, tuple(sorted(unused)), tuple(sorted(others)))
+
+
+def _sorted_out(unused: Iterable[str], others: Sequence[str], names: Names) -> tuple[list[str], list[str]]:
+    """The keys of no known role with those that are of the model of these names, or of the others."""
+    own, foreign = [], list(others)
+    for key in unused:
+        (own if names.owns(key) else foreign).append(key)
+    return own, foreign
+
+
+def _applied_to(names: Names) -> str:
+    return "applied" if names.family else f"applied to {names.title}"
 
 
 def _changes(
-    file: Path, layers: Layers, targets: Mapping[str, tuple[Target, ...]], names: LayerNames
+    file: Path, layers: Layers, targets: Mapping[str, tuple[Target, ...]], names: Names
 ) -> Iterator[tuple[Target, Change]]:
     """Every change that a file makes. No tensor stays in the file, which may be written anew while it is in use."""
     try:
@@ -79,7 +99,7 @@ def _changes(
                 tensors = {role: opened.get_tensor(key).clone() for role, key in layers[layer].items()}
                 change = weight_change(tensors)
                 yield from ((target, change) for target in targets[layer] if change is not None)
-                biases = [bias for target in targets[layer] if (bias := names.bias(target))]
+                biases = [bias for target in targets[layer] if (bias := bias_of(target, names.shapes))]
                 yield from ((bias, Difference(tensors[BIAS])) for bias in biases if BIAS in tensors)
     except (OSError, SafetensorError) as error:
         raise Refused(f"{file} cannot be read: {error}") from error
@@ -96,25 +116,25 @@ def _refuse_kind(file: Path, roles: Roles) -> None:
             )
 
 
-def _fitting(file: Path, change: Change, target: Target, names: LayerNames, layers: Iterable[str]) -> Change:
+def _fitting(file: Path, change: Change, target: Target, names: Names, layers: Iterable[str]) -> Change:
     """The change, whose shape must be that of its target."""
     full = tuple(names.shapes[target.name])
     if change.shape in (full, (full[0], math.prod(full[1:]))):
         return change
     raise Refused(
         f"{file.name} changes {target.name} as {change.shape}, but in this model it is {full}: choose a LoRA for this "
-        f"size of {names.family.title}{_likely(layers, names)}"
+        f"size of {names.title}{_likely(layers, names)}"
     )
 
 
-def _fits_nothing(file: Path, layers: Layers, names: LayerNames) -> str:
-    keys = summary(key for roles in layers.values() for key in roles.values())
-    return (
-        f"{file.name} changes nothing of {names.family.title}{_likely(layers, names)}. Its keys are {keys}"[:1500]
-        + ". Choose a LoRA for this model"
-    )
+def _fits_nothing(file: Path, layers: Layers, names: Names) -> str:
+    keys = summary(key for roles in layers.values() for key in roles.values())[:1200]
+    if not any(map(names.owns, layers)):
+        return f"{file.name} changes a text encoder alone: set strength_model to 0. Its keys are {keys}"
+    likely = _likely(layers, names)
+    return f"{file.name} changes nothing of {names.title}{likely}. Its keys are {keys}. Choose a LoRA for this model"
 
 
-def _likely(layers: Iterable[str], names: LayerNames) -> str:
-    likely = likely_family(tuple(layers), but=names.family.name)
+def _likely(layers: Iterable[str], names: Names) -> str:
+    likely = likely_family(tuple(layers), but=names.family.name) if names.family else ""
     return f"; it looks like a LoRA for {likely}" if likely else ""

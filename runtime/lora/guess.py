@@ -19,7 +19,6 @@ _OTHERS = (
     (r"blocks[._]\d+[._](self|cross)_attn[._]", "Wan"),
     (r"layers[._]\d+[._](attention|feed_forward|adaLN)", "Z-Image or Lumina 2"),
     (r"transformer_blocks[._]\d+[._]attn[12][._]", "LTX-Video or PixArt"),
-    (r"^lora_te|^text_encoder", "a text encoder alone"),
 )  # fmt: skip
 """Names that give away models which may be of no family here. Looked through after the families."""
 SURE = 0.5

@@ -14,7 +14,7 @@ from ..quant.plain import PlainCore
 from ..settings import LoraSettings
 from .changes import Change
 from .file import read_lora
-from .names import WEIGHT, LayerNames
+from .names import WEIGHT, Names
 
 WAITING = 4
 """So many files are held beside those in use, so that taking one off and on again reads nothing."""
@@ -31,7 +31,7 @@ class HeldLora(NamedTuple):
 class HeldLoras:
     """Reads files for one model, and holds them. The files themselves may be written anew meanwhile."""
 
-    def __init__(self, model: nn.Module, names: LayerNames, *, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, names: Names, *, dtype: torch.dtype) -> None:
         self._model, self._names, self._dtype = model, names, dtype
         self._used: dict[tuple[str, str], HeldLora] = {}
         self._waiting: dict[tuple[str, str], HeldLora] = {}
@@ -48,7 +48,7 @@ class HeldLoras:
     def _read(self, path: str) -> HeldLora:
         file = read_lora(path, names=self._names)
         parts = {name: self._pair(name, change) or change for name, change in file.changes.items()}
-        return HeldLora(parts, file.report())
+        return HeldLora(parts, file.report(self._names))
 
     def _pair(self, name: str, change: Change) -> Pair | None:
         """This rank's part of a change that is low rank, of a layer that can hold it."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ..families.spec import FamilySpec
 from ..layouts import block_spans, renamed
 from ..parallel.shares import WHOLE, Cut
+from .formats import TEXT_ENCODER
 
 FLAT_PREFIXES = ("lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_")
 """Of Wan Fun, kohya and musubi, OneTrainer, SimpleTuner: underscores stand behind them in the place of dots."""
@@ -31,13 +32,31 @@ class Target(NamedTuple):
     rows: Cut = WHOLE
 
 
+class Names(Protocol):
+    """The tensors of one model, found by what files call them. `family` is None for a text encoder."""
+
+    title: str
+    family: FamilySpec | None
+    shapes: Mapping[str, torch.Size]
+
+    def owns(self, layer: str) -> bool:
+        """Whether a layer of a file is meant for a model of this kind: a transformer, or a text encoder."""
+
+    def find(self, layer: str) -> tuple[Target, ...]:
+        """The weights that a layer of a file stands for; empty when the model has none."""
+
+
 class LayerNames:
-    """The tensors of one model, found by what files call them."""
+    """`Names` of a transformer."""
 
     def __init__(self, family: FamilySpec, shapes: Mapping[str, torch.Size]) -> None:
-        self.family, self.shapes = family, shapes
+        self.family, self.title, self.shapes = family, family.title, shapes
         self._flat = {name.removesuffix(WEIGHT).replace(".", "_"): name for name in shapes if name.endswith(WEIGHT)}
         self._dots: dict[str, tuple[str, ...] | None] = {}
+
+    def owns(self, layer: str) -> bool:
+        """Whether it is no layer of a text encoder."""
+        return TEXT_ENCODER.match(layer) is None
 
     def find(self, layer: str) -> tuple[Target, ...]:
         """The weights that a layer of a file stands for; empty when the model has none.
@@ -50,11 +69,6 @@ class LayerNames:
         for prefix in PREFIXES:
             layer = layer.removeprefix(prefix)
         return self._find_dotted(layer)
-
-    def bias(self, target: Target) -> Target | None:
-        """The bias beside a weight, where there is one."""
-        name = target.name.removesuffix(WEIGHT) + ".bias"
-        return Target(name, target.rows) if name in self.shapes else None
 
     def _find_dotted(self, layer: str) -> tuple[Target, ...]:
         name = renamed(f"{layer}{WEIGHT}", self.family)
@@ -92,6 +106,12 @@ class LayerNames:
             return None
         readings = product("._", repeat=len(parts) - 1)
         return next((each for each in readings if self._find_dotted(_joined(parts, each))), None)
+
+
+def bias_of(target: Target, shapes: Mapping[str, torch.Size]) -> Target | None:
+    """The bias beside a weight, where there is one."""
+    name = target.name.removesuffix(WEIGHT) + ".bias"
+    return Target(name, target.rows) if name in shapes else None
 
 
 def _joined(parts: list[str], separators: tuple[str, ...]) -> str:
