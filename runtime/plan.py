@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .comparison import tolerance_for
-from .degrees import MOST_BRANCHES, USUAL_BRANCHES, Degrees, Needs
+from .degrees import Degrees
 from .errors import Refused
 from .experts import inspect_settings
 from .footprint import ON_DEVICE
 from .inspection import ModelFacts
 from .machine import Machine
+from .needs import MOST_BRANCHES, USUAL_BRANCHES, Needs
 from .parts import check_offload, check_parts
 from .protocol import Sample, Work
 from .settings import AXES, MAX_DEGREE, MemorySettings, ModelSettings, ParallelSettings
@@ -28,8 +29,8 @@ SMALL_MODEL_BYTES = 256 * MIB
 class Plan:
     """The degree of each axis and the device of each rank (`cpu` or `cuda:N`), outermost axis first.
 
-    `bytes_per_rank` is what the weights of the rank that holds most take; 0 where that is not known. `tolerance` is how far
-    a latent may be from one rank's, as a relative error.
+    `bytes_per_rank` is what the weights of the rank that holds most take, and `activation_bytes` what it works with in a
+    step beside them; 0 where that is not known. `tolerance` is how far a latent may be from one rank's, as a relative error.
     """
 
     data: int
@@ -40,12 +41,18 @@ class Plan:
     devices: tuple[str, ...]
     reason: str = ""
     bytes_per_rank: int = 0
+    activation_bytes: int = 0
     tolerance: float = 0.0
 
     @property
     def world(self) -> int:
         """How many ranks there are."""
         return math.prod(self.degrees.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a rank holds in a step; 0 where that is not known."""
+        return self.bytes_per_rank + self.activation_bytes if self.bytes_per_rank and self.activation_bytes else 0
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -115,6 +122,7 @@ def make_plan(
         devices=devices,
         reason=_reason(parallel, needs, machine, devices, chosen),
         bytes_per_rank=needs.bytes_per_rank(chosen.tensor),
+        activation_bytes=needs.activation_bytes(chosen),
         tolerance=tolerance_for(needs.dtype, four_bit=any(stored.kind in GROUPS for stored in facts.stored.values())),
     )
 
@@ -159,12 +167,14 @@ def _does_not_fill(parallel: ParallelSettings, facts: ModelFacts, count: int) ->
 
 
 def _too_large(needs: Needs, devices: Sequence[str], degrees: Degrees) -> str:
-    """Why the weights cannot be held; empty when they can."""
-    if needs.fits(degrees.tensor, share=1.0):
+    """Why a rank cannot hold what it needs; empty when it can."""
+    if not needs.lacks(degrees):
         return ""
+    work = needs.activation_bytes(degrees)
     return (
         f"the weights of {needs.facts.name} take {_gib(needs.bytes_per_rank(degrees.tensor))} on each rank at tensor "
-        f"{degrees.tensor}, but {', '.join(devices)} {'have' if devices[1:] else 'has'} {_gib(needs.memory)}"
+        f"{degrees.tensor}{f' and a step {_gib(work)} more' if work else ''}, but {', '.join(devices)} "
+        f"{'have' if devices[1:] else 'has'} {_gib(needs.memory)}"
     )
 
 
@@ -213,7 +223,7 @@ def _nearest(
             devices = [f"cuda:{number}" for number in numbers[:count]] if usable else ["cpu"] * count
             needs = _needs(facts, machine, devices, holding)
             legal = needs.choices(count, {}, branches=max(USUAL_BRANCHES, min(parallel.cfg, MOST_BRANCHES)))
-            fitting = [degrees for degrees in legal if needs.fits(degrees.tensor, share=1.0)]
+            fitting = [degrees for degrees in legal if not needs.lacks(degrees)]
             if fitting:
                 return _settings(parallel, devices, min(fitting, key=lambda degrees: _change(parallel, degrees)))
     return None

@@ -62,6 +62,8 @@ FACTS = (
     "machine",
     "workload",
     "degrees",
+    "activations",
+    "needs",
     "plan",
 )
 """Read without torch, by the server as well."""

@@ -223,6 +223,9 @@ def test_a_plan_says_degrees_devices_bytes_and_why(capsys):
     assert answer["plan"] == {"data": 1, "cfg": 2, "ring": 1, "ulysses": 1, "tensor": 2}
     assert answer["devices"] == ["cpu"] * 4 and answer["nearest"] is None
     assert "cfg 2 x tensor 2" in answer["reason"]
+    assert answer["peak_bytes"] == answer["bytes_per_rank"] + answer["activation_bytes"] > answer["bytes_per_rank"]
+    _, larger = printed(capsys, *PLAN, "--devices", "cpu:4", "--tensor", "2", "--width", "256", "--batch", "2")
+    assert larger["latent"] == "2x16x1x16x32" and larger["activation_bytes"] > answer["activation_bytes"]
     _, whole = printed(capsys, *PLAN, "--devices", "cpu:4", "--tensor", "1")
     assert 0.5 < answer["bytes_per_rank"] / whole["bytes_per_rank"] < 0.6
     _, half = printed(capsys, *PLAN, "--devices", "cpu:4", "--tensor", "1", "--dtype", "bf16")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -225,6 +226,19 @@ def test_a_request_has_the_workload_of_its_parts():
     assert Workload.of(request(settings=SampleSettings(cfg=1.0), negative=(prompt(7),))).branches == 1
     three = request(settings=SampleSettings(cfg_middle=2.0), negative=(prompt(7),), middle=(prompt(30),))
     assert (Workload.of(three).branches, Workload.of(three).text) == (3, 30)
+
+
+def test_what_a_step_works_with_counts_against_the_memory():
+    """28 GiB of weights fit on 32 GiB, but not beside a long video: over two devices both do."""
+    machine, video = Machine(cuda=(CudaDevice("GPU", 32 << 10),) * 8), Workload((1, 16, 21, 90, 160), 512, branches=2)
+    facts = replace(inspect_model("random:wan"), shapes=LARGE.shapes, heads=40, head_dim=128)
+    settings = ParallelSettings(devices="cuda:0")
+    assert make_plan(settings, facts, machine).peak_bytes == 0
+    with pytest.raises(PlanRefused, match=r"28\.0 GiB on each rank at tensor 1 and a step [\d.]+ GiB more") as refusal:
+        make_plan(settings, facts, machine, workload=video)
+    nearest = make_plan(refusal.value.nearest, facts, machine, workload=video)
+    assert nearest.world > 1 and nearest.activation_bytes > 0
+    assert nearest.peak_bytes == nearest.bytes_per_rank + nearest.activation_bytes <= 32 << 30
 
 
 def test_a_model_that_fits_nowhere_has_no_nearest_plan():

@@ -16,8 +16,9 @@ from ..settings import FROM_MODEL
 from .flags import add_model_flags, add_output_flags, model_settings
 from .models import TEXT_ENCODER_FOLDERS, VAE_FOLDERS, find_part
 from .output import show
-from .sampler import add_sampling_flags, sample_settings, size_of
+from .sampler import add_sampling_flags, sample_settings
 from .sidecar import own_sidecar
+from .sizes import size_of
 
 STEPS = 20
 PARTS = {"text_encoder": TEXT_ENCODER_FOLDERS, "text_encoder_2": TEXT_ENCODER_FOLDERS, "vae": VAE_FOLDERS}

@@ -9,18 +9,23 @@ from ..errors import Refused
 from ..experts import inspect_settings
 from ..kernels import kernels_here
 from ..machine import Machine
+from ..needs import USUAL_BRANCHES
 from ..plan import plan_model
 from ..settings import AXES, ModelSettings
 from ..stored import FOUR_BIT
+from ..workload import Workload
 from .flags import add_model_flags, add_output_flags, model_settings
 from .output import show
+from .sizes import add_size_flags, latent_shape, size_of
 
 MIB = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model and how it is to be spread."""
+    """The model, how it is to be spread, and what a step is of."""
     add_model_flags(parser)
+    add_size_flags(parser)
+    parser.add_argument("--batch", type=int, default=0, help="pictures or videos at once; one for each replica")
     add_output_flags(parser)
 
 
@@ -36,11 +41,13 @@ def described(answer: dict[str, Any]) -> str:
     if not answer["ok"]:
         return f"No plan: {answer['reason']}"
     degrees = ", ".join(f"{axis} {degree}" for axis, degree in answer["plan"].items())
-    weights = f"{answer['bytes_per_rank'] / MIB:.1f} MiB" if answer["bytes_per_rank"] else "not known"
+    sizes = (answer[name] for name in ("bytes_per_rank", "activation_bytes", "peak_bytes"))
+    weights, work, peak = (f"{size / MIB:.1f} MiB" if size else "not known" for size in sizes)
     lines = [
         degrees,
         f"devices: {', '.join(answer['devices'])}",
         f"weights on each rank: {weights}",
+        f"what a step works with beside them (latent {answer['latent']}): {work}; both: {peak}",
         answer["reason"],
         answer["kernels"],
     ]
@@ -51,7 +58,8 @@ def _answer(chosen: argparse.Namespace) -> dict[str, Any]:
     """What `--json` prints."""
     try:
         model = model_settings(chosen)
-        plan = plan_model(model, Machine.here())
+        workload = _workload(chosen, model)
+        plan = plan_model(model, Machine.here(), workload=workload)
     except Refused as refusal:
         nearest = getattr(refusal, "nearest", None)
         return {
@@ -67,6 +75,9 @@ def _answer(chosen: argparse.Namespace) -> dict[str, Any]:
         "plan": plan.degrees,
         "devices": plan.devices,
         "bytes_per_rank": plan.bytes_per_rank,
+        "activation_bytes": plan.activation_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "latent": "x".join(map(str, workload.latent)),
         "reason": plan.reason,
         "kernels": _kernels(model, plan.devices[0]),
         "nearest": None,
@@ -81,3 +92,14 @@ def _kernels(model: ModelSettings, device: str) -> str:
         return ""
     dtype = {"cpu": "fp32"}.get(device, "bf16") if model.dtype == "auto" else model.dtype
     return str(kernels_here(kinds, dtype=dtype, device=device))
+
+
+def _workload(chosen: argparse.Namespace, model: ModelSettings) -> Workload:
+    """A guided step of the size that is asked for, with as many items and prompts as the degrees share out."""
+    family = inspect_settings(model).spec
+    batch, branches = chosen.batch or max(1, model.parallel.data), max(USUAL_BRANCHES, model.parallel.cfg)
+    return Workload(
+        latent=latent_shape(family.latent, **size_of(chosen), batch=batch),
+        text=family.text_length,
+        branches=branches,
+    )

@@ -8,14 +8,15 @@ from dataclasses import asdict
 from typing import Any
 
 from ..comparison import Comparison
-from ..degrees import USUAL_BRANCHES
 from ..inspection import inspect_model
 from ..machine import Machine
+from ..needs import USUAL_BRANCHES
 from ..plan import plan_model
 from .flags import add_model_flags, add_output_flags, model_settings
 from .output import show
-from .sampler import add_sampling_flags, sample_settings, size_of
+from .sampler import add_sampling_flags, sample_settings
 from .sidecar import own_sidecar
+from .sizes import size_of
 
 STEPS = 4
 

@@ -10,10 +10,12 @@ from types import MappingProxyType
 from typing import Any
 
 from .spec import (
+    Activations,
     FamilySpec,
     Fused,
     LatentFormat,
     LinearShard,
+    Moment,
     PackedLinear,
     Shapes,
     TensorSplit,
@@ -251,6 +253,7 @@ FLUX = FamilySpec(
     shift=math.exp(1.15),
     latent=LATENT,
     vae_class="AutoencoderKL",
+    activations=Activations(mlp=Moment(5, cut=2, hidden=2), attention=Moment(3, hidden=1)),
     text_length=512,
     tiny=TINY,
     nunchaku=NUNCHAKU,

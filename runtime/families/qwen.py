@@ -9,7 +9,19 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from .spec import FamilySpec, LinearShard, PackedLinear, Rebuilt, Shapes, TensorSplit, TokenPlace, TokenSplit, Variant
+from .spec import (
+    Activations,
+    FamilySpec,
+    LinearShard,
+    Moment,
+    PackedLinear,
+    Rebuilt,
+    Shapes,
+    TensorSplit,
+    TokenPlace,
+    TokenSplit,
+    Variant,
+)
 from .wan import LATENT
 
 PATCH = (1, 2, 2)
@@ -125,6 +137,7 @@ QWEN = FamilySpec(
     shift=math.exp(1.15),
     latent=LATENT,
     vae_class="AutoencoderKLQwenImage",
+    activations=Activations(mlp=Moment(7, hidden=2, text=5), attention=Moment(2, cut=3)),
     text_length=512,
     tiny=TINY,
     nunchaku=(

@@ -105,6 +105,29 @@ class TensorSplit:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """What a rank holds at one moment of a block, in tensors for all of its tokens: `whole` are as wide as the model;
+    `cut` as wide as the heads and `hidden` as the inside of the MLP, both dealt over the tensor axis. `text` is how
+    many as wide as the model there are for a token of the prompt, where that is not as much.
+    """
+
+    whole: float
+    cut: float = 0.0
+    hidden: float = 0.0
+    text: float | None = None
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The two moments of a block at which most is held: inside the MLP, and at attention but for the query, key and value
+    and what their exchange adds.
+    """
+
+    mlp: Moment
+    attention: Moment
+
+
+@dataclass(frozen=True)
 class PackedLinear:
     """A 4-bit Linear of Nunchaku's files: its name there, and the Linears of the class of which it has the rows one after
     the other; `{}` stands for the number of the block. `part` is the place of its inputs among the parts of the inputs of
@@ -228,6 +251,7 @@ class FamilySpec:
     boundary: float = 0.0
     picture_tokens: str = ""
     frame_levels: bool = False
+    activations: Activations | None = None
 
     def head_dim_of(self, config: Mapping[str, Any]) -> int:
         """How wide a head of the model is."""

@@ -11,9 +11,11 @@ from types import MappingProxyType
 from typing import Any
 
 from .spec import (
+    Activations,
     FamilySpec,
     LatentFormat,
     LinearShard,
+    Moment,
     Rebuilt,
     Shapes,
     TensorSplit,
@@ -215,6 +217,7 @@ WAN = FamilySpec(
     shift=8.0,
     latent=LATENT,
     vae_class="AutoencoderKLWan",
+    activations=Activations(mlp=Moment(4, hidden=2, text=0), attention=Moment(2, text=0)),
     text_length=512,
     tiny=TINY,
     after_gelu=r"blocks\.\d+\.ffn\.net\.2",

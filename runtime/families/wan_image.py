@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from .spec import LatentFormat, LinearShard, TokenPlace
+from .spec import Activations, LatentFormat, LinearShard, Moment, TokenPlace
 from .wan import TINY, WAN, channels_of, described
 
 BESIDE = 16 + 4
@@ -106,6 +106,7 @@ WAN22_TI2V = replace(
     split=replace(WAN.split, split=(*WAN.split.split, TokenPlace("", "timestep")), joined=("image",)),
     latent=LATENT_22,
     frame_levels=True,
+    activations=Activations(mlp=Moment(16, hidden=2, text=0), attention=Moment(14, text=0)),
     boundary=0.0,
     tiny=MappingProxyType({**TINY, "in_channels": 48, "out_channels": 48, "text_dim": 64}),
 )

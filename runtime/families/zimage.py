@@ -8,7 +8,19 @@ from types import MappingProxyType
 from typing import Any
 
 from .flux import LATENT
-from .spec import FamilySpec, Fused, LinearShard, Rebuilt, Shapes, TensorSplit, TokenPlace, TokenSplit, Variant
+from .spec import (
+    Activations,
+    FamilySpec,
+    Fused,
+    LinearShard,
+    Moment,
+    Rebuilt,
+    Shapes,
+    TensorSplit,
+    TokenPlace,
+    TokenSplit,
+    Variant,
+)
 
 PATCH = (2, 2)
 BLOCK = r"(?:noise_refiner|context_refiner|layers)\.\d+"
@@ -134,6 +146,7 @@ ZIMAGE = FamilySpec(
     shift=3.0,
     latent=LATENT,
     vae_class="AutoencoderKL",
+    activations=Activations(mlp=Moment(5, hidden=4), attention=Moment(2)),
     text_length=512,
     tiny=TINY,
     timestep_scale=1.0,

@@ -1,0 +1,81 @@
+"""How many bytes a rank works with in a step: plain arithmetic on tokens and widths, without torch.
+
+Counted is what a block holds at its widest moment, in a forward pass without gradients, the latents and prompts of the
+request, and what a quantised weight is widened to. Not counted is what a kernel takes for itself.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from .degrees import Degrees
+from .families.spec import Moment
+from .footprint import DTYPE_BYTES, FLOAT32_BYTES
+from .inspection import ModelFacts
+from .workload import Workload
+
+LATENTS = 6
+"""Of sampling in float32, at the least: noise, the sampler's own and its input, and what the model takes and gives."""
+PROMPTS = 2
+"""As they are read, and as the model takes them."""
+QKV = 3
+ULYSSES = 6
+"""Query, key and value on their way: as they are sent, and as they arrive."""
+ARRIVED = 3
+"""Of those, while a ring follows."""
+RING, LONG_RING = 2, 4
+"""Keys and values that come in; and those that go on, where there are more than two ranks."""
+MERGED = 3
+"""Outputs of a ring that are put together, in float32."""
+
+
+def activation_bytes(facts: ModelFacts, degrees: Degrees, load: Workload, *, dtype: str) -> int:
+    """The most that a rank works with beside the weights; 0 for a family for which that is not known."""
+    form, size = facts.spec.activations, DTYPE_BYTES[dtype]
+    if form is None:
+        return 0
+    joined = -(-load.branches // degrees.cfg) if load.branches > 1 else 1
+    items = -(-load.batch * joined // degrees.data)
+    sharing = degrees.ring * degrees.ulysses * (degrees.cfg if load.branches == 1 else 1)
+    image, text = -(-load.tokens(facts.spec.patch) // sharing), -(-load.text // sharing)
+    mlp = size * _features(form.mlp, facts, degrees.tensor, image, text)
+    exchanged = (image if form.attention.text == 0 else image + text) * _heads(facts, degrees.tensor)
+    attention = size * _features(form.attention, facts, degrees.tensor, image, text)
+    attention += exchanged * _exchange(degrees, load, size)
+    latents = LATENTS * FLOAT32_BYTES * math.prod(load.latent)
+    prompts = PROMPTS * joined * load.batch * load.text * facts.config.get(facts.spec.text_width, 0) * size
+    return round(items * max(mlp, attention)) + latents + prompts + _widened(facts, size)
+
+
+def _features(moment: Moment, facts: ModelFacts, tensor: int, image: int, text: int) -> float:
+    """Numbers that an item has at a moment, of so many tokens of the picture and of the prompt."""
+    width, heads = facts.heads * facts.head_dim, _heads(facts, tensor)
+    token = moment.whole * width + moment.cut * heads + moment.hidden * _hidden(facts) * heads / width
+    return image * token + text * (token if moment.text is None else moment.text * width)
+
+
+def _heads(facts: ModelFacts, tensor: int) -> int:
+    """Features of the heads of the rank that has most."""
+    return -(-facts.heads // tensor) * facts.head_dim
+
+
+def _hidden(facts: ModelFacts) -> int:
+    """Features inside the MLP: the widest output that is left cut."""
+    columns = [shard.pattern for shard in facts.spec.tensor.linears if shard.mode == "column"]
+    linears = ((name.removesuffix(".weight"), shape) for name, shape in facts.shapes.items() if len(shape) == 2)
+    return max((shape[0] for name, shape in linears if any(re.fullmatch(each, name) for each in columns)), default=0)
+
+
+def _exchange(degrees: Degrees, load: Workload, size: int) -> float:
+    """Bytes for a feature of the heads that attention takes, query, key and value among them."""
+    ring = degrees.ring * (degrees.cfg if load.branches == 1 else 1)
+    merging = (LONG_RING if ring > 2 else RING) * size + MERGED * FLOAT32_BYTES if ring > 1 else 0
+    if degrees.ulysses == 1:
+        return QKV * size + max(merging, size)
+    return QKV * size + max(ULYSSES * size, ARRIVED * size + merging)
+
+
+def _widened(facts: ModelFacts, size: int) -> int:
+    """The largest weight that is held in another format, as it is multiplied with."""
+    return max((size * math.prod(facts.shapes.get(f"{name}.weight", (0,))) for name in facts.stored), default=0)

@@ -1,0 +1,124 @@
+"""Which degrees a model can be run with: plain arithmetic on heads and bytes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+from .activations import activation_bytes
+from .degrees import Degrees, factored
+from .footprint import ON_DEVICE, bytes_per_rank
+from .inspection import ModelFacts
+from .parallel.lengths import grained_lengths
+from .settings import MemorySettings
+from .stored import shared_features
+from .workload import Workload
+
+USUAL_BRANCHES, MOST_BRANCHES = 2, 3
+"""Of guidance: the positive and the negative prompt, and one between them where the Sampler (Advanced) is given one."""
+WEIGHTS_SHARE = 0.8
+"""So much of a GPU's memory may be weights; the rest is for what a step works with."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a model asks of the degrees; `memory` is bytes of the smallest device, 0 where that is not known, `offload`
+    says which weights are on it, and `workload` what is sampled, where that is known.
+    """
+
+    facts: ModelFacts
+    dtype: str = "bf16"
+    memory: int = 0
+    offload: MemorySettings = ON_DEVICE
+    workload: Workload | None = None
+
+    def problem(self, degrees: Mapping[str, int]) -> str:
+        """What is wrong with degrees, of which some may be missing; empty when nothing is."""
+        name, heads = self.facts.name, self.facts.heads
+        if degrees.get("cfg", 1) > MOST_BRANCHES:
+            return (
+                f"cfg {degrees['cfg']} is more than the {MOST_BRANCHES} branches that guidance can have, a positive, a middle "
+                f"and a negative prompt: set cfg to 1, 2 or 3"
+            )
+        sharing = {axis: degrees[axis] for axis in ("ulysses", "tensor") if degrees.get(axis, 1) > 1}
+        ranks = math.prod(sharing.values())
+        if heads < ranks:
+            formula = " x ".join(f"{axis} {degree}" for axis, degree in sharing.items())
+            product = f" = {ranks}" if len(sharing) > 1 else ""
+            return f"{formula}{product} is more than the {heads} attention heads of {name}: {ranks} ranks for {heads} heads"
+        return self._idle(degrees) or self._cut_group(degrees.get("tensor", 1))
+
+    def _idle(self, degrees: Mapping[str, int]) -> str:
+        """Which ranks would have nothing to do; empty when all have."""
+        load, cfg = self.workload, degrees.get("cfg", 1)
+        if load is None:
+            return ""
+        if 1 < load.branches < cfg:
+            return (
+                f"cfg {cfg} computes {cfg} prompts at the same time, but guidance evaluates {load.branches} here: the third is "
+                f"the middle one of the Sampler (Advanced)"
+            )
+        if degrees.get("data", 1) > load.batch:
+            return f"data {degrees['data']} shares the items of a batch out, but this latent has {load.batch}"
+        axes = ("cfg", "ring", "ulysses") if load.branches == 1 else ("ring", "ulysses")
+        sharing = {axis: degrees[axis] for axis in axes if degrees.get(axis, 1) > 1}
+        ranks, tokens = math.prod(sharing.values()), load.tokens(self.facts.spec.patch)
+        if ranks > tokens:
+            formula = " x ".join(f"{axis} {degree}" for axis, degree in sharing.items())
+            return f"{formula}: {ranks} ranks share the tokens, but this latent has {tokens}"
+        return ""
+
+    def _cut_group(self, tensor: int) -> str:
+        """Why the inputs of the quantised Linears cannot be dealt out; empty when they can."""
+        for name, stored in self.facts.stored.items():
+            group, shape = shared_features(stored.kind), self.facts.shapes[f"{name}.weight"]
+            shard = next((shard for shard in self.facts.spec.tensor.linears if re.fullmatch(shard.pattern, name)), None)
+            if tensor == 1 or group == 1 or shard is None or shard.mode != "row":
+                continue
+            unit = shape[1] // sum(shard.blocks)
+            cuts = (grained_lengths(block * unit, tensor, self.facts.head_dim) for block in shard.blocks)
+            *ends, _ = accumulate(chain.from_iterable(cuts))
+            if any(end % group for end in ends):
+                return (
+                    f"tensor {tensor} deals the {shape[1]} inputs of {name} out within a group of {group}, which {stored.kind} "
+                    f"rounds together"
+                )
+        return ""
+
+    def bytes_per_rank(self, tensor: int) -> int:
+        """What the weights of a rank take on its device; 0 where that is not known."""
+        held = {"dtype": self.dtype, "tensor": tensor, "offload": self.offload}
+        return sum(bytes_per_rank(each, **held) for each in self.facts.experts)
+
+    def fits(self, tensor: int) -> bool:
+        """Whether the weights leave enough of the memory free, as far as that is known."""
+        return not self.memory or self.bytes_per_rank(tensor) <= WEIGHTS_SHARE * self.memory
+
+    def activation_bytes(self, degrees: Degrees) -> int:
+        """What a rank works with in a step beside the weights; 0 where that is not known."""
+        return activation_bytes(self.facts, degrees, self.workload, dtype=self.dtype) if self.workload else 0
+
+    def lacks(self, degrees: Degrees) -> bool:
+        """Whether weights and what a step works with are more than the memory, as far as that is known."""
+        return 0 < self.memory < self.bytes_per_rank(degrees.tensor) + self.activation_bytes(degrees)
+
+    def choices(self, count: int, fixed: Mapping[str, int], *, branches: int = USUAL_BRANCHES) -> list[Degrees]:
+        """The legal degrees for `count` ranks with some degrees given; the best one first.
+
+        Guidance needs the least exchange, so it comes first (an open cfg is at most `branches`), then Ulysses where the
+        ranks have equally many heads, then the ring; weights are cut where they do not fit otherwise, and replicas come
+        last: they are of use for a batch only.
+        """
+        listed = (Degrees(*sizes) for sizes in factored(count, [fixed.get(axis, 0) for axis in vars(Degrees())]))
+        found = [degrees for degrees in listed if "cfg" in fixed or degrees.cfg <= branches]
+        fits = {tensor: self.fits(tensor) for tensor in {degrees.tensor for degrees in found}}
+
+        def cost(degrees: Degrees) -> tuple:
+            uneven = self.facts.heads % (degrees.ulysses * degrees.tensor) > 0
+            weights = not fits[degrees.tensor], degrees.data, degrees.tensor
+            return *weights, -degrees.cfg, uneven, -degrees.ulysses
+
+        return sorted((degrees for degrees in found if not self.problem(vars(degrees))), key=cost)
