@@ -44,7 +44,7 @@ def layers() -> dict[str, tuple[int, int]]:
     """Every Linear of the encoder of tiny-shapes."""
     pipeline = load()
     encoded(pipeline)
-    model = pipeline._components.text_encoder._model
+    model = pipeline._components.text_encoder.model
     linears = {name: each for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
     assert len(linears) == 7
     return {name: tuple(each.weight.shape) for name, each in linears.items()}
@@ -67,9 +67,9 @@ def expected(layers: dict[str, tuple[int, int]], tensors: Tensors, name: str, st
     pipeline = load()
     encoded(pipeline)
     encoder = pipeline._components.text_encoder
-    encoder._model = copy.deepcopy(encoder._model)
+    encoder.model = copy.deepcopy(encoder.model)
     for layer in layers:
-        weight = encoder._model.get_submodule(layer).weight
+        weight = encoder.model.get_submodule(layer).weight
         down, up = (tensors[f"{NAMES[name](layer)}.lora_{side}.weight"].double() for side in ("down", "up"))
         weight.data = (weight.double() + strength * 3 / 4 * up @ down).float()
     pipeline._components._prompts._entries.clear()

@@ -72,11 +72,11 @@ class TextEncoder:
     @torch.inference_mode()
     def use_loras(self, loras: Iterable[LoraSettings]) -> tuple[str, ...]:
         """Encode with the parts of these that are for a text encoder, and no others; a line to tell of each. Raises `Refused`."""
-        with self._on_device():
-            if self._loras is None:
-                kind = {"title": TITLE, "comfyui": COMFYUI_NAME, "dtype": self._model.dtype, "device": self._device}
-                self._loras = loras_of(self._model, **kind)
-            return self._loras.use(loras)
+        chosen = tuple(loras)
+        if self._loras is None and chosen:
+            kind = {"title": TITLE, "comfyui": COMFYUI_NAME, "dtype": self.model.dtype, "device": self._device}
+            self._loras = loras_of(self.model, **kind)
+        return () if self._loras is None else self._loras.use(chosen)
 
     @torch.inference_mode()
     def encode(self, text: str, *, progress: ReportProgress) -> Conditioning:
