@@ -20,9 +20,10 @@ from .linear import local_part
 from .positions import AxisPositions, CentredPositions
 from .progress import ReportProgress
 from .protocol import LOADING
+from .quant.svdquant.packing import padded
 from .read_ahead import read_ahead
 from .reading import WeightFile, check_shape, stored_bytes
-from .stored import TENSOR_SCALE, WEIGHT_SCALE, Stored
+from .stored import FOUR_BIT, JOINED, TENSOR_SCALE, WEIGHT_SCALE, Stored
 from .timesteps import TimestepWaves
 
 REPORTS = 50
@@ -35,6 +36,8 @@ STAND_INS = {"timestep waves": TimestepWaves, "centred positions": CentredPositi
 HOST = torch.device("cpu")
 
 
+SCALES = (".wscales", ".wcscales", f".{TENSOR_SCALE}", ".smooth", ".smooth_factor")
+"""Of the weights and the inputs of 4-bit Linears, as files call them."""
 Shapes = Mapping[str, torch.Size]
 """The full shape of each tensor of a model, by the name its class has for it."""
 NamedTensor = tuple[str, "torch.Tensor | None"]
@@ -74,6 +77,7 @@ def build_transformer(facts: ModelFacts) -> tuple[nn.Module, Shapes]:
         kind = STAND_INS.get(table.stand_in) or type(getattr(parent, leaf))
         setattr(parent, leaf, kind(**arguments))  # not everything that a class calls so is a module
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    _check_four_bit(shapes, facts)
     return model.eval().requires_grad_(False), _as_stored(shapes, facts.stored)
 
 
@@ -84,6 +88,25 @@ def _config_of(facts: ModelFacts) -> Path | str:
     weights = facts.sources[0].path
     config = weights.parent / "config.json"
     return config if config.is_file() else weights
+
+
+def _check_four_bit(shapes: Shapes, facts: ModelFacts) -> None:
+    """Raise `Refused` where a file has 4-bit codes for a Linear of another size, but for the padding."""
+    for name, stored in facts.stored.items():
+        if not stored.shapes or stored.kind not in (*FOUR_BIT, JOINED) or f"{name}.weight" not in shapes:
+            continue
+        has, needs = facts.shapes[f"{name}.weight"], tuple(shapes[f"{name}.weight"])
+        if any(size not in (need, padded(need)) for size, need in zip(has, needs, strict=True)):
+            raise Refused(
+                f"{facts.sources[0].path} has 4-bit codes of {has} for {name}, but this {facts.spec.title} needs {needs}: "
+                f"its configuration is of another model. Download it again"
+            )
+
+
+def _check_finite(tensor: torch.Tensor | None, stored: str, path: Path) -> None:
+    """Raise `Refused` where a scale is not a number: a whole picture would be none."""
+    if tensor is not None and stored.endswith(SCALES) and not tensor.float().isfinite().all():
+        raise Refused(f"{path}: {stored} has numbers that are not finite: the file is damaged, download it again")
 
 
 def _as_stored(shapes: Shapes, stored: Mapping[str, Stored]) -> Shapes:
@@ -198,6 +221,7 @@ def _stored(
                 def read(name: str, file: WeightFile = file, source: Source = source) -> NamedTensor:
                     check_shape(file.get_slice(name), name, shapes=shapes, source=source, facts=facts)
                     tensor = file.part(name, local_part(model, name))
+                    _check_finite(tensor, source.names[name], source.path)
                     return name, tensor if tensor is None else moved(name, tensor)
 
                 yield from read_ahead(read, [name for name in source.names if name in wanted], threads=readers)

@@ -15,9 +15,9 @@ from .facts import GGUF_SUFFIX, ModelFacts, Source, facts_of
 from .families import FAMILIES
 from .families.spec import FamilySpec
 from .gguf_header import read_gguf
-from .layouts import Layout, eight_bit_layers, packed_layers, renamed, transformer_part
-from .nunchaku_file import is_packed, read_packed
-from .safetensors_header import TensorEntry, read_header, read_metadata
+from .layouts import Layout, eight_bit_layers, packed_layers, transformer_part
+from .nunchaku_file import is_packed, is_packed_folder, packed_file, packed_folder
+from .safetensors_header import TensorEntry, read_header
 from .settings import TINY_SHAPES
 from .stored import BLOCKS, FP8, FP8_FORMATS, PLAIN, Stored
 from .tiny_shapes import MODEL_FOLDER
@@ -110,6 +110,8 @@ def _recorded_shapes(family: str) -> dict[str, tuple[int, ...]]:
 def _folder(path: Path) -> ModelFacts:
     if (path / "model_index.json").is_file():
         return _pipeline_folder(path)
+    if is_packed_folder(path):
+        return packed_folder(path, read_json(path / "config.json"))
     if (path / "config.json").is_file():
         return _transformer_folder(path)
     raise Refused(
@@ -198,7 +200,7 @@ def _file(path: Path) -> ModelFacts:
     read = read_gguf if path.suffix.lower() == GGUF_SUFFIX else read_header
     header = transformer_part(read(path))
     if is_packed(header):
-        return _packed_file(path, header)
+        return packed_file(path, header)
     layouts = {family.name: Layout.of(family, header) for family in FAMILIES.values()}
     shares = {family.name: _share(family, layouts[family.name].shapes) for family in FAMILIES.values()}
     enough = max(*shares.values(), ALIKE)
@@ -213,20 +215,6 @@ def _file(path: Path) -> ModelFacts:
             f"the file of one model. Choose one that is"
         )
     raise found[0] if found else Refused(_unknown(path, header))
-
-
-def _packed_file(path: Path, header: Mapping[str, TensorEntry]) -> ModelFacts:
-    """A file in 4 bits, which says its own configuration."""
-    file = read_packed(path, header, read_metadata(path), rename=renamed)
-    other = file.family.unsupported_config(file.config)
-    if other:
-        raise Refused(f"{path} is {other}, which is not available yet. Available: {file.family.title}")
-    plain = {name for name in file.names if name.rpartition(".")[0] not in file.stored}
-    _refuse_formats(path, {file.names[name]: header[file.names[name]].dtype for name in plain})
-    source = Source(path, MappingProxyType(file.names))
-    return facts_of(
-        file.family, file.config, sources=(source,), shapes=file.shapes, stored=MappingProxyType(file.stored)
-    )
 
 
 def _unknown(path: Path, header: Mapping[str, TensorEntry]) -> str:

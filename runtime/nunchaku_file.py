@@ -1,24 +1,35 @@
-"""A single file in 4 bits as Nunchaku writes it, by its header alone: which tensors of the model are which of the file.
+"""A model in 4 bits as Nunchaku writes it, by its headers alone: which tensors of the model are which of its files.
 
-The format is that of github.com/nunchaku-tech/nunchaku, of both generations of names.
+The format is that of github.com/nunchaku-tech/nunchaku: one file that says its configuration, or a folder of two and a
+configuration; and two generations of names.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from .errors import Refused
+from .facts import ModelFacts, Source, facts_of
 from .families import FAMILIES
 from .families.spec import FamilySpec, PackedLinear
-from .safetensors_header import TensorEntry
-from .stored import AWQ_INT4, JOINED, SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, SVDQUANT_NVFP4, Stored
+from .layouts import Layout, Rows
+from .safetensors_header import TensorEntry, read_header, read_metadata
+from .stored import AWQ_INT4, GROUPS, JOINED, SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, SVDQUANT_NVFP4, Stored
 
 CODES = "qweight"
+FIRST_NAMES = {
+    "proj_down": "lora_down",
+    "proj_up": "lora_up",
+    "smooth_factor": "smooth",
+    "smooth_factor_orig": "smooth_orig",
+}
+"""What the first generation of files called some tensors of a 4-bit Linear."""
 LEAVES = {
     name: name
     for name in (
@@ -32,25 +43,30 @@ LEAVES = {
         "smooth_factor_orig",
         "bias",
     )
-} | {"lora_down": "proj_down", "lora_up": "proj_up", "smooth": "smooth_factor", "smooth_orig": "smooth_factor_orig"}
-"""What a file calls a tensor of a 4-bit Linear -> what we do; the first generation had other names."""
+} | {first: name for name, first in FIRST_NAMES.items()}
+"""What a file calls a tensor of a 4-bit Linear -> what we do."""
 AWQ_LEAVES = frozenset((CODES, "wscales", "wzeros", "bias"))
 CODE_DTYPES = ("I8", "U8", "I32")
 """Two codes in a byte; in an I32 those of a Linear of which only the weight is in 4 bits."""
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+UNIT, RANKS = 128, 16
+"""What the sizes of a 4-bit Linear are filled up to, and what its rank is a multiple of."""
+FOLDER = ("transformer_blocks.safetensors", "unquantized_layers.safetensors")
+"""The two files of a model of the first generation."""
 Header = Mapping[str, TensorEntry]
 
 
 @dataclass(frozen=True)
 class PackedFile:
-    """What the header says: `names` and `shapes` by the model's names of the tensors, and how each 4-bit Linear lies.
-
-    `shapes` has the weight that each of those stands for.
+    """What the headers say: `names` and `shapes` by the model's names of the tensors, `rows` where one is a part of what the
+    file has, and how each 4-bit Linear lies. `shapes` has the weight that each of those stands for.
     """
 
     family: FamilySpec
     config: dict[str, Any]
     names: dict[str, str] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    rows: dict[str, Rows] = field(default_factory=dict)
     stored: dict[str, Stored] = field(default_factory=dict)
 
 
@@ -59,41 +75,98 @@ def is_packed(header: Header) -> bool:
     return any(name.endswith(f".{CODES}") for name in header)
 
 
-def read_packed(path: Path, header: Header, metadata: Mapping[str, str], *, rename: Callable[..., str]) -> PackedFile:
-    """What is in the file. `rename` gives a plain tensor's name in the model. Raises `Refused`."""
-    family, config = _family_and_config(path, metadata)
-    file = PackedFile(family, config)
+def is_packed_folder(path: Path) -> bool:
+    """Whether a folder is a model of the first generation."""
+    return any((path / name).is_file() for name in FOLDER)
+
+
+def packed_file(path: Path, header: Header) -> ModelFacts:
+    """The facts of a file with the tensors of `header`. Raises `Refused`."""
+    try:
+        config = json.loads(read_metadata(path)["config"])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise Refused(
+            f"{path} is in 4 bits, but has no configuration in its metadata, as the single files of Nunchaku have: "
+            f"choose one of those, or the folder that it is from"
+        ) from error
+    return _facts(path, {path: header}, config)
+
+
+def packed_folder(path: Path, config: Mapping[str, Any]) -> ModelFacts:
+    """The facts of a folder of two files. Raises `Refused`."""
+    missing = [name for name in FOLDER if not (path / name).is_file()]
+    if missing:
+        raise Refused(f"{path} has {' and '.join(set(FOLDER) - set(missing))} but not {missing[0]}: download that too")
+    return _facts(path, {path / name: read_header(path / name) for name in FOLDER}, config)
+
+
+def _facts(path: Path, headers: Mapping[Path, Header], config: Any) -> ModelFacts:
+    entries = {name: entry for header in headers.values() for name, entry in header.items()}
+    file = PackedFile(*_family_and_config(path, config))
     linears: dict[str, dict[str, TensorEntry]] = {}
-    packed = {name.removesuffix(f".{CODES}") for name in header if name.endswith(f".{CODES}")}
-    for name, entry in header.items():
+    plain: dict[str, TensorEntry] = {}
+    packed = {name.removesuffix(f".{CODES}") for name in entries if name.endswith(f".{CODES}")}
+    for name, entry in entries.items():
         module, _, leaf = name.rpartition(".")
         if module in packed:
             linears.setdefault(module, {})[leaf] = entry
         else:
-            file.names[rename(name, family)] = name
-            file.shapes[rename(name, family)] = entry.shape
-    for module in sorted(linears, key=lambda module: _packed_of(family, module).part or 0):
+            plain[name] = entry
+    _add_plain(path, file, plain)
+    for module in sorted(linears, key=lambda module: _packed_of(file.family, module).part or 0):
         _add_linear(path, file, module, linears[module])
-    return file
+    return facts_of(
+        file.family,
+        _completed(path, file),
+        sources=tuple(_sources(file, headers)),
+        shapes=file.shapes,
+        stored=MappingProxyType(file.stored),
+    )
 
 
-def _family_and_config(path: Path, metadata: Mapping[str, str]) -> tuple[FamilySpec, dict[str, Any]]:
-    try:
-        config = json.loads(metadata["config"])
-        named = str(config.get("_class_name", "")).removeprefix("Nunchaku").lower()
-    except (KeyError, ValueError, RecursionError, AttributeError) as error:
-        raise Refused(
-            f"{path} is in 4 bits, but has no configuration in its metadata, as the single files of Nunchaku have: "
-            f"choose one of those, or merge the folder of the older kind into one"
-        ) from error
-    alike = [family for family in FAMILIES.values() if family.transformer_class.lower() == named]
-    if not alike:
-        supported = ", ".join(family.transformer_class for family in FAMILIES.values())
+def _sources(file: PackedFile, headers: Mapping[Path, Header]) -> Iterator[Source]:
+    for path, header in headers.items():
+        names = {name: stored for name, stored in file.names.items() if stored in header}
+        rows = {name: rows for name, rows in file.rows.items() if name in names}
+        yield Source(path, MappingProxyType(names), MappingProxyType(rows))
+
+
+def _family_and_config(path: Path, config: Any) -> tuple[FamilySpec, dict[str, Any]]:
+    config = config if isinstance(config, dict) else {}
+    named = str(config.get("_class_name", "")).removeprefix("Nunchaku").lower()
+    families = [family for family in FAMILIES.values() if family.transformer_class.lower() == named]
+    if not families:
+        supported = ", ".join(dict.fromkeys(family.transformer_class for family in FAMILIES.values()))
         raise Refused(
             f"{path} is a {config.get('_class_name')} in 4 bits, which is not available yet. Available: {supported}"
         )
-    family = next((family for family in alike if not family.unsupported_config(config)), alike[0])
-    return family, {key: tuple(v) if isinstance(v, list) else v for key, v in config.items() if not key.startswith("_")}
+    plain = {key: tuple(v) if isinstance(v, list) else v for key, v in config.items() if not key.startswith("_")}
+    family = next((family for family in families if not family.unsupported_config(plain)), None)
+    if family is None:
+        titles = ", ".join(family.title for family in families)
+        other = families[0].unsupported_config(plain)
+        raise Refused(f"{path} is {other}, which is not available yet. Available: {titles}")
+    return family, plain
+
+
+def _completed(path: Path, file: PackedFile) -> dict[str, Any]:
+    """The configuration, which has to say the sizes of the heads."""
+    family = file.family
+    for key in filter(None, (family.heads, family.head_dim or family.width, family.layers)):
+        if type(file.config.get(key)) is not int or file.config[key] < 1:
+            raise Refused(f"{path}: its configuration does not say {key}: download it again")
+    return file.config
+
+
+def _add_plain(path: Path, file: PackedFile, entries: Mapping[str, TensorEntry]) -> None:
+    """The tensors that are not in 4 bits."""
+    for name, entry in entries.items():
+        if entry.dtype not in PLAIN_DTYPES:
+            raise Refused(f"{path}: {name} is {entry.dtype}, which no 4-bit file of Nunchaku has: choose another file")
+    layout = Layout.of(file.family, entries)
+    file.names.update(layout.names)
+    file.shapes.update(layout.shapes)
+    file.rows.update(layout.rows)
 
 
 def _add_linear(path: Path, file: PackedFile, module: str, entries: Mapping[str, TensorEntry]) -> None:
@@ -113,6 +186,7 @@ def _add_linear(path: Path, file: PackedFile, module: str, entries: Mapping[str,
     if for_16_bits:
         _add_awq(file, module, entries)
         return
+    _check_shapes(path, module, entries)
     packed = _packed_of(file.family, module)
     if packed.part is not None:
         _add_part(file, packed, module, entries)
@@ -127,6 +201,32 @@ def _add_linear(path: Path, file: PackedFile, module: str, entries: Mapping[str,
         file.stored[linear] = Stored(_kind(file.family, linear, entries), _shapes(entries), fused)
         file.shapes[f"{linear}.weight"] = (rows, 2 * entries[CODES].shape[1])
         file.names.update({f"{linear}.{LEAVES[leaf]}": f"{module}.{leaf}" for leaf in entries})
+
+
+def _check_shapes(path: Path, module: str, entries: Mapping[str, TensorEntry]) -> None:
+    """Raise `Refused` where the tensors of a Linear do not go together."""
+    ours = {LEAVES[leaf]: entry for leaf, entry in entries.items()}
+    lacking = [leaf for leaf in ("proj_down", "proj_up", "smooth_factor") if leaf not in ours]
+    if lacking:
+        raise Refused(f"{path}: {module} has no {', '.join(lacking)}: choose another file")
+    n, k = ours[CODES].shape[0], 2 * ours[CODES].shape[1]
+    group = GROUPS[SVDQUANT_NVFP4 if ours["wscales"].dtype == "F8_E4M3" else SVDQUANT_INT4]
+    rank = ours["proj_down"].shape[-1] if ours["proj_down"].shape else 0
+    expected = {
+        "wscales": (k // group, n), "proj_down": (k, rank), "proj_up": (n, rank), "smooth_factor": (k,),
+        "smooth_factor_orig": (k,), "bias": (n,), "wcscales": (n,),
+    }  # fmt: skip
+    wrong = next((leaf for leaf, shape in expected.items() if leaf in ours and ours[leaf].shape != shape), None)
+    if wrong is not None:
+        raise Refused(
+            f"{path} is damaged: {module} has codes for {n} x {k}, in groups of {group}, and a rank of {rank}, but {wrong} "
+            f"is {ours[wrong].shape} and not {expected[wrong]}. Download it again"
+        )
+    if n % UNIT or k % UNIT or rank % RANKS or not rank:
+        raise Refused(
+            f"{path}: {module} has codes for {n} x {k} and a rank of {rank}; sizes are multiples of {UNIT}, and ranks of "
+            f"{RANKS}: choose another file"
+        )
 
 
 def _add_part(file: PackedFile, packed: PackedLinear, module: str, entries: Mapping[str, TensorEntry]) -> None:

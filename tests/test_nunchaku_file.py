@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from runtime.checkpoint import build_transformer, random_tensors
 from runtime.errors import Refused
@@ -15,6 +15,7 @@ from runtime.families.flux import FLUX
 from runtime.inspection import inspect_model
 from runtime.quant.svdquant.formats import INT4
 from runtime.quant.svdquant.tensors import Packing
+from runtime.safetensors_header import read_metadata
 from tests.ranks import Case, relative_error, run_as_threads, run_case, run_on_one
 from tests.test_svdquant_format import awq_words
 
@@ -126,7 +127,85 @@ def test_an_old_flux_file_is_the_model_it_was_made_of(tmp_path):
         assert relative_error(part, reference) < 1e-4
 
 
-FLUX_CONFIG = {"config": '{"_class_name": "FluxTransformer2DModel"}'}
+def test_a_folder_of_the_first_generation_is_the_file(tmp_path):
+    _, path = write_both(tmp_path)
+    folder = tmp_path / "svdq-int4-tiny"
+    folder.mkdir()
+    tensors = load_file(path)
+    blocks = {name for name in tensors if name.startswith(("transformer_blocks.", "single_transformer_blocks."))}
+    for name, names in (("transformer_blocks", blocks), ("unquantized_layers", tensors.keys() - blocks)):
+        save_file({each: tensors[each] for each in names}, folder / f"{name}.safetensors")
+    (folder / "config.json").write_text((tmp_path / "config.json").read_text())
+    case = {"family": "flux", "latent": (1, 16, 8, 8), "steps": 2}
+    [one], [other] = (run_on_one([Case(model=str(each), **case)]) for each in (path, folder))
+    assert torch.equal(one, other)
+    (folder / "unquantized_layers.safetensors").unlink()
+    with pytest.raises(Refused, match=r"but not unquantized_layers.safetensors: download that too"):
+        inspect_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("family", "change"), [("flux-schnell", {"guidance_embeds": False}), ("flux-fill", {"in_channels": 384})]
+)
+def test_relatives_are_told_apart_by_their_configuration(family, change, tmp_path):
+    path = tmp_path / "x.safetensors"
+    config = {"_class_name": "NunchakuFluxTransformer2dModel", **FLUX.tiny, "out_channels": 64, **change}
+    save_file(
+        {
+            "x.qweight": torch.zeros(4, 64, dtype=torch.int32),
+            "x.wscales": torch.ones(2, 16),
+            "x.wzeros": torch.ones(2, 16),
+            "x.bias": torch.ones(16),
+        },
+        path,
+        metadata={"config": json.dumps(config)},
+    )
+    assert inspect_model(str(path)).family == family
+
+
+def damaged(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """A 4-bit Linear of 128 x 128 and rank 16 that is not as it should be; None leaves a tensor out."""
+    whole = four_bit(torch.eye(128)[:, :128] * torch.ones(128), torch.zeros(128))
+    return {f"x.{leaf}": tensor for leaf, tensor in {**whole, **changes}.items() if tensor is not None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"proj_up": torch.zeros(128, 32)}, r"a rank of 128, but proj_up is \(128, 32\) and not \(128, 128\)"),
+        ({"proj_up": torch.zeros(128, 8), "proj_down": torch.zeros(128, 8)}, "a rank of 8; .* ranks of 16"),
+        ({"wscales": torch.ones(8, 128).bfloat16()}, r"in groups of 64, .* wscales is \(8, 128\) and not \(2, 128\)"),
+        ({"wscales": torch.ones(2, 128).to(torch.float8_e4m3fn)}, r"in groups of 16, .* wscales is \(2, 128\)"),
+        ({"smooth_factor": None}, "x has no smooth_factor"),
+        ({"bias": torch.zeros(64)}, r"bias is \(64,\) and not \(128,\)"),
+        ({"qweight": torch.zeros(128, 32, dtype=torch.int8)}, r"codes for 128 x 64, "),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_go_together_are_refused(tmp_path, changes, says):
+    path = tmp_path / "x.safetensors"
+    save_file(damaged(**changes), path, metadata=FLUX_CONFIG)
+    with pytest.raises(Refused, match=says):
+        inspect_model(str(path))
+
+
+def test_a_file_that_is_cut_short_or_of_another_size_or_no_number_is_refused(tmp_path):
+    _, path = write_both(tmp_path)
+    whole, tensors = path.read_bytes(), load_file(path)
+    config = json.loads(read_metadata(path)["config"])
+    case = Case(model=str(path), family="flux", latent=(1, 16, 8, 8), steps=1)
+    path.write_bytes(whole[: len(whole) - 1000])
+    with pytest.raises(Refused, match="is cut short"):
+        inspect_model(str(path))
+    save_file(tensors, path, metadata={"config": json.dumps({**config, "num_attention_heads": 8})})
+    with pytest.raises(Refused, match=r"needs \(1024, 256\)"):
+        run_on_one([case])
+    tensors["transformer_blocks.1.mlp_fc1.wscales"][0, 3] = torch.nan
+    save_file(tensors, path, metadata={"config": json.dumps(config)})
+    with pytest.raises(Refused, match=r"transformer_blocks.1.mlp_fc1.wscales has numbers that are not finite"):
+        run_on_one([case])
+
+
+FLUX_CONFIG = {"config": json.dumps({"_class_name": "FluxTransformer2DModel", **FLUX.tiny})}
 
 
 @pytest.mark.parametrize(
@@ -134,6 +213,7 @@ FLUX_CONFIG = {"config": '{"_class_name": "FluxTransformer2DModel"}'}
     [
         ({}, {}, "no configuration in its metadata"),
         ({}, {"config": "{"}, "no configuration in its metadata"),
+        ({}, {"config": "[]"}, "is a None in 4 bits"),
         ({}, {"config": '{"_class_name": "SanaTransformer2DModel"}'}, "SanaTransformer2DModel in 4 bits"),
         (
             {"x.strange": torch.ones(1)},

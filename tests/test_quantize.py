@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from runtime.bench.quant import bytes_ratio, draw, quantize_settings, rounded_to_nearest
+from runtime.checkpoint import random_tensors
 from runtime.commands import COMMANDS
 from runtime.errors import Cancelled, Refused
+from runtime.families.zimage import ZIMAGE
 from runtime.inspection import inspect_model
 from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
@@ -18,6 +24,7 @@ from runtime.progress import ignore_progress
 from runtime.quant.svdquant.formats import INT4, NVFP4, UNSIGNED_INT4
 from runtime.quantize.job import quantize
 from runtime.quantize.layer import fit_linear, nearest_error
+from runtime.safetensors_header import read_header, read_metadata
 from runtime.settings import TINY_SHAPES, ModelSettings
 from runtime.tiny_shapes.evaluate import judge
 from runtime.tiny_shapes.scenes import HELD_OUT
@@ -131,18 +138,61 @@ def test_a_job_goes_on_where_it_was_stopped(tmp_path):
     assert stopped.read_bytes() == whole.read_bytes()
 
 
+RECORDED = Path(__file__).with_name("nunchaku_files.json")
+"""Of the first blocks and what is around them: number format and shape of every tensor that Nunchaku's own classes (commit
+3a3cc3d) take from a file of the tiny model, and no other; of Flux by the names of its first loader, from which the second
+one makes its own.
+"""
+
+
+def stored_in(path: Path) -> dict[str, list]:
+    """Number format and shape of each tensor of a file."""
+    return {name: [entry.dtype, *entry.shape] for name, entry in read_header(path).items()}
+
+
+def first_blocks(tensors: dict[str, list]) -> dict[str, list]:
+    """Without the further blocks, and without what Nunchaku takes out of the tensors beforehand."""
+    later = re.compile(r"(layers|(single_)?transformer_blocks)\.1\..*|.*\.wtscale")
+    return {name: each for name, each in tensors.items() if not later.fullmatch(name)}
+
+
+def wide_zimage(folder: Path) -> Path:
+    """A Z-Image whose widths are whole tiles, as those of the real one."""
+    config = {**ZIMAGE.tiny, "dim": 384, "n_heads": 3, "n_kv_heads": 3, "axes_dims": (32, 48, 48)}
+    with torch.device("meta"):
+        model = diffusers.ZImageTransformer2DModel(**config)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    save_file(dict(random_tensors(shapes)), folder / "diffusion_pytorch_model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"_class_name": ZIMAGE.transformer_class, **config}))
+    return folder
+
+
+@pytest.mark.full
+def test_a_file_of_zimage_is_what_nunchaku_takes(tmp_path):
+    model, path = wide_zimage(tmp_path), tmp_path / "out.safetensors"
+    settings = quantize_settings(model=str(model), latent=(1, 16, 8, 8), rank=RANK, **SMALL)
+    quantize(settings, path, progress=ignore_progress)
+    assert first_blocks(stored_in(path)) == json.loads(RECORDED.read_text())["zimage"]
+    case = {"family": "zimage", "latent": (1, 16, 8, 8), "steps": 2}
+    [plain], [reference] = (run_on_one([Case(model=str(each), **case)]) for each in (model, path))
+    assert 1e-3 < relative_error(reference, plain) < 1
+    packed = Case(model=str(path), **case)
+    for result in run_as_threads({"tensor": 3}, lambda mesh: run_case(packed, mesh, {})):
+        assert relative_error(result, reference) < FLIP_LIMIT
+
+
 @pytest.mark.parametrize(("family", "kind"), [("flux", "svdquant-int4"), ("qwen", "svdquant-nvfp4")])
-def test_fused_linears_are_read_by_thirds(family, kind, tmp_path):
-    """Written fused, as Nunchaku has them; read as the three of the class, whole and over ranks."""
+def test_a_file_is_what_nunchaku_takes_and_is_read_by_its_parts(family, kind, tmp_path):
+    """Fused and split, with modulation in 4 bits; read as the Linears of the class, whole and over ranks."""
     path = tmp_path / f"{family}.safetensors"
     latent = {"flux": (1, 16, 8, 8), "qwen": (1, 16, 1, 8, 8)}[family]
     settings = quantize_settings(model=f"random:{family}", kind=kind, latent=latent, rank=RANK, **SMALL)
     quantize(settings, path, progress=ignore_progress)
-    with safe_open(path, framework="pt") as file:
-        fused = next(name for name in file.keys() if name.endswith(("qkv_proj.qweight", "to_qkv.qweight")))  # noqa: SIM118
-        assert file.get_slice(fused).get_shape()[0] == 3 * 128
+    assert first_blocks(stored_in(path)) == json.loads(RECORDED.read_text())[family]
     facts = inspect_model(str(path))
     linears = [name for name in facts.stored if name.endswith(("to_q", "to_k", "to_v"))]
+    assert "awq-int4" in {stored.kind for stored in facts.stored.values()}
+    assert read_metadata(path)["model_class"].startswith("Nunchaku")
     assert {facts.stored[name].rows for name in linears} == {(0, 128), (128, 256), (256, 384)}
     case = Case(model=str(path), family=family, latent=latent, steps=2)
     [plain] = run_on_one([Case(model=f"random:{family}", latent=latent, steps=2)])

@@ -15,7 +15,7 @@ from torch import nn
 
 from runtime.linear import ParallelLinear
 from runtime.mesh import Mesh
-from runtime.quant.awq import unpack_awq
+from runtime.quant.awq import awq_linear, pack_awq, unpack_awq
 from runtime.quant.svdquant import packing
 from runtime.quant.svdquant.formats import INT4, NVFP4, code_values, round_e2m1, value_codes
 from runtime.quant.svdquant.tensors import PackedCut, Packing, every
@@ -324,6 +324,7 @@ def test_modulation_is_read_in_the_order_of_the_class(degree, parts):
         "bias": in_file_order(bias + ones),
     }
     assert torch.equal(unpack_awq(tensors["qweight"]), in_file_order(torch.tensor(codes, dtype=torch.uint8)))
+    assert torch.equal(pack_awq(in_file_order(torch.tensor(codes))), tensors["qweight"])
     stored = Stored(AWQ_INT4, {leaf: tuple(tensor.shape) for leaf, tensor in tensors.items()})
 
     def layer(**options: object) -> ParallelLinear:
@@ -343,3 +344,20 @@ def test_modulation_is_read_in_the_order_of_the_class(degree, parts):
     if degree > 1:
         with torch.inference_mode():
             run_as_threads({"tensor": degree}, run)
+
+
+@pytest.mark.parametrize("parts", [3, 6])
+def test_a_modulation_that_is_rounded_is_the_plain_one_but_for_half_a_step(parts):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(parts * 128, 128, generator=generator)
+    bias = torch.randn(parts * 128, generator=generator).bfloat16().float()
+    tensors = awq_linear(weight, bias, torch.bfloat16)
+    stored = Stored(AWQ_INT4, {leaf: tuple(tensor.shape) for leaf, tensor in tensors.items()})
+    layer = ParallelLinear(nn.Linear(128, parts * 128, device="meta"), stored=stored)
+    for leaf, tensor in tensors.items():
+        part = layer.local_part(leaf)
+        part.place(part.cut.take(tensor.float() if tensor.is_floating_point() else tensor))
+    found = layer(torch.eye(128)) - layer(torch.zeros(1, 128))
+    step = (weight.unflatten(1, (-1, 64)).amax(-1) - weight.unflatten(1, (-1, 64)).amin(-1)) / 15
+    assert ((found.T - weight).abs().unflatten(1, (-1, 64)) <= 0.52 * step[..., None] + 0.02).all()
+    assert (layer(torch.zeros(1, 128))[0] - bias).abs().max() < 0.02  # 1 more in bf16 has fewer bits behind the point

@@ -80,6 +80,7 @@ CHROMA: FamilySpec = replace(
     title="Chroma",
     pipeline_classes=("ChromaPipeline",),
     transformer_class="ChromaTransformer2DModel",
+    nunchaku_file=None,
     signature=(
         "x_embedder.weight",
         "context_embedder.weight",

@@ -16,6 +16,7 @@ from .spec import (
     LatentFormat,
     LinearShard,
     Moment,
+    NunchakuFile,
     PackedLinear,
     Shapes,
     TensorSplit,
@@ -189,6 +190,28 @@ NUNCHAKU = (
     PackedLinear(_SINGLE + "mlp_fc2", (_SINGLE + "proj_out",), part=1),
 )
 
+
+def comfy_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What Nunchaku's nodes make ComfyUI's model from."""
+    head_dim, taken, patch = config["attention_head_dim"], config["in_channels"], math.prod(PATCH)
+    sizes = {
+        "axes_dim": list(config["axes_dims_rope"]),
+        "context_in_dim": config["joint_attention_dim"],
+        "depth": config["num_layers"],
+        "depth_single_blocks": config["num_single_layers"],
+        "guidance_embed": config["guidance_embeds"],
+        "hidden_size": config["num_attention_heads"] * head_dim,
+        "in_channels": taken // patch,
+        "num_heads": config["num_attention_heads"],
+        "out_channels": (config.get("out_channels") or taken) // patch,
+        "patch_size": PATCH[0],
+        "vec_in_dim": config["pooled_projection_dim"],
+    }
+    fixed = {"image_model": "flux", "mlp_ratio": 4.0, "qkv_bias": True, "theta": 10000}
+    model_class = "Flux" if config["guidance_embeds"] else "FluxSchnell"
+    return {"model_class": model_class, "model_config": {**sizes, **fixed, "disable_unet_model_creation": True}}
+
+
 FLUX = FamilySpec(
     name="flux",
     title="Flux.1 dev or Kontext",
@@ -257,6 +280,13 @@ FLUX = FamilySpec(
     text_length=512,
     tiny=TINY,
     nunchaku=NUNCHAKU,
+    nunchaku_file=NunchakuFile(
+        "NunchakuFluxTransformer2dModel",
+        modulation=rf"{DOUBLE}\.(norm1|norm1_context)\.linear|{SINGLE}\.norm\.linear",
+        renames=((rf"^({DOUBLE}|{SINGLE})\.attn\.(norm_(added_)?[qk])\.", r"\1.\2."),),
+        first_names=True,
+        comfy_config=comfy_config,
+    ),
     after_gelu=rf"{DOUBLE}\.(ff|ff_context)\.net\.2|{SINGLE}\.proj_out@1",
     pooled_width="pooled_projection_dim",
     packed=True,

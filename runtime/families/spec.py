@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each tensor of a checkpoint, by name."""
+TILE = 128
+"""Rows of a tile of a 4-bit weight."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,22 @@ class PackedLinear:
 
 
 @dataclass(frozen=True)
+class NunchakuFile:
+    """How Nunchaku's own files of a family are written (github.com/nunchaku-tech/nunchaku).
+
+    `model_class` is its class there, `modulation` a pattern of the Linears of which the weight alone is in 4 bits, `renames`
+    lead from the class's names of plain tensors to the file's, and `comfy_config` works out what its nodes for ComfyUI
+    want to know from the configuration. `first_names`: the tensors of a 4-bit Linear have their first names.
+    """
+
+    model_class: str
+    modulation: str = ""
+    renames: tuple[tuple[str, str], ...] = ()
+    first_names: bool = False
+    comfy_config: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
 class Rebuilt:
     """A module whose tables are computed, not stored: built again with these arguments, keys of the configuration or worked
     out from it.
@@ -195,7 +213,7 @@ class FamilySpec:
     `references_apart`; `text_fill` is how many tokens a prompt is filled up to, with zeros before it; `refuses` are fields of
     a conditioning that ComfyUI's class reads and this one cannot, each with the way out; and `beside` is what it takes
     beside the channels of the latent. `text_encoders` says, where the model's own cannot be used yet, what they are and the
-    way out. `nunchaku` are the 4-bit Linears that Nunchaku's files name in their own way or fuse; `after_gelu` is a pattern
+    way out. `nunchaku` are the 4-bit Linears that Nunchaku's files name in their own way or fuse, `nunchaku_file` the rest of how it writes them; `after_gelu` is a pattern
     of those whose input is the output of a GELU. `boundary`, for an architecture that comes as a pair of experts, is the
     sigma below which the one of low noise takes over. `picture_tokens` is the module that embeds the tokens of a picture
     beside those of the prompt. With `frame_levels` the model is told the noise of each frame, and sees those that a mask
@@ -235,6 +253,7 @@ class FamilySpec:
     listed: bool = False
     unused: str = ""
     nunchaku: tuple[PackedLinear, ...] = ()
+    nunchaku_file: NunchakuFile | None = None
     after_gelu: str = ""
     pooled_width: str = ""
     positions: str = ""
@@ -257,17 +276,26 @@ class FamilySpec:
         """How wide a head of the model is."""
         return config[self.head_dim] if self.head_dim else config[self.width] // config[self.heads]
 
-    def packed_linears(self, linears: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """The 4-bit Linears of a file with the Linears of each, of those that the class has."""
+    def packed_linears(self, linears: Mapping[str, int]) -> dict[str, PackedLinear]:
+        """The 4-bit Linears of a file of this family by their names there, of Linears of the class that have so many rows.
+
+        Those that are no whole tiles are not fused, as no such file could be read.
+        """
         waiting = {name: re.search(r"\.(\d+)\.", name) for name in linears if self.four_bit(name)}
-        found: dict[str, tuple[str, ...]] = {}
+        found: dict[str, PackedLinear] = {}
         for block in sorted({int(number[1]) for number in waiting.values() if number}):
             for packed in self.nunchaku:
                 names = tuple(name.format(block) for name in packed.linears)
-                if packed.part is None and waiting.keys() >= set(names):
-                    found[packed.stored.format(block)] = names
-        fused = {name for names in found.values() for name in names}
-        return found | {name: (name,) for name in waiting if name not in fused}
+                fits = len(names) == 1 or not any(linears.get(name, 0) % TILE for name in names)
+                if fits and waiting.keys() >= set(names):
+                    found[packed.stored.format(block)] = replace(packed, linears=names)
+        named = {name for packed in found.values() for name in packed.linears}
+        return found | {name: PackedLinear(name, (name,)) for name in waiting if name not in named}
+
+    def input_blocks(self, linear: str) -> tuple[int, ...]:
+        """The relative sizes of the blocks of inputs of a Linear."""
+        shards = (shard for shard in self.tensor.linears if shard.mode == "row")
+        return next((shard.blocks for shard in shards if re.fullmatch(shard.pattern, linear)), (1,))
 
     def follows_gelu(self, linear: str) -> bool:
         """Whether the input of a Linear is the output of a GELU."""

@@ -14,6 +14,8 @@ from .spec import (
     Fused,
     LinearShard,
     Moment,
+    NunchakuFile,
+    PackedLinear,
     Rebuilt,
     Shapes,
     TensorSplit,
@@ -29,8 +31,16 @@ RENAMES = (
     (r"^final_layer\.", "all_final_layer.2-1."),
     (rf"^({BLOCK}\.attention)\.out\.", r"\1.to_out.0."),
     (rf"^({BLOCK}\.attention)\.([qk])_norm\.", r"\1.norm_\2."),
+    (rf"^({BLOCK}\.feed_forward)\.net\.2\.", r"\1.w2."),
 )
-"""From ComfyUI's names, which are Lumina 2's; the authors' own are the class's."""
+"""From ComfyUI's names, which are Lumina 2's; the authors' own are the class's. Nunchaku's files have another feed-forward
+part, in refiners that are not in 4 bits too.
+"""
+NUNCHAKU = {
+    "attention.to_qkv": tuple(f"attention.to_{name}" for name in "qkv"),
+    "feed_forward.net.0.proj": ("feed_forward.w3", "feed_forward.w1"),
+    "feed_forward.net.2": ("feed_forward.w2",),
+}
 
 
 def config_from(shapes: Shapes) -> dict[str, Any]:
@@ -104,7 +114,18 @@ ZIMAGE = FamilySpec(
             blocks=(1, 1, 1),
             parts=tuple((rf"\1.to_{name}", (block,)) for block, name in enumerate("qkv")),
         ),
+        Fused(
+            rf"({BLOCK}\.feed_forward)\.net\.0\.proj",
+            blocks=(1, 1),
+            parts=((r"\1.w3", (0,)), (r"\1.w1", (1,))),
+        ),
     ),
+    nunchaku=tuple(
+        PackedLinear(f"{blocks}.{{}}.{stored}", tuple(f"{blocks}.{{}}.{name}" for name in names))
+        for blocks in ("noise_refiner", "context_refiner", "layers")
+        for stored, names in NUNCHAKU.items()
+    ),
+    nunchaku_file=NunchakuFile("NunchakuZImageTransformer2DModel"),
     unused=r"norm_final\.weight",
     config_from=config_from,
     unsupported_config=unsupported_config,

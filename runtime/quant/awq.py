@@ -18,6 +18,7 @@ from ..stored import Stored
 from .core import Core
 
 GROUP = 64
+LARGEST = 15
 
 
 def unpack_awq(packed: torch.Tensor) -> torch.Tensor:
@@ -28,6 +29,38 @@ def unpack_awq(packed: torch.Tensor) -> torch.Tensor:
     words = packed.contiguous().view(torch.int16).reshape(fours, k // GROUP, 4, 2, 8).int()
     codes = torch.stack([words >> shift & 15 for shift in (0, 4, 8, 12)], dim=-2)  # four tile row half nibble word
     return codes.permute(0, 2, 1, 3, 4, 5).reshape(4 * fours, k).to(torch.uint8)
+
+
+def pack_awq(codes: torch.Tensor) -> torch.Tensor:
+    """`(N, K)` codes from 0 to 15 -> `(N / 4, K / 2)` int32."""
+    n, k = codes.shape
+    words = codes.int().reshape(n // 4, 4, k // GROUP, 2, 4, 8).permute(0, 2, 1, 3, 5, 4)  # nibbles last
+    packed = (words << torch.arange(0, 16, 4, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+    return packed.to(torch.int16).contiguous().view(torch.int32).reshape(n // 4, k // 2)
+
+
+def awq_linear(weight: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A modulation as a file has it, its weight rounded to the nearest. `(parts * features, features)`, float32."""
+    features = weight.shape[1]
+    parts = weight.shape[0] // features
+    lifted = bias.unflatten(0, (parts, features)).clone()
+    for part in _scales(parts):
+        lifted[part] += 1
+    groups = weight.unflatten(0, (parts, features)).transpose(0, 1).reshape(-1, features // GROUP, GROUP)
+    zeros = groups.amin(-1).to(dtype)
+    scales = ((groups.amax(-1) - zeros.float()) / LARGEST).clamp(min=torch.finfo(torch.float16).tiny).to(dtype)
+    codes = ((groups - zeros.float()[..., None]) / scales.float()[..., None]).round().clamp(0, LARGEST)
+    return {
+        "qweight": pack_awq(codes.flatten(1)),
+        "wscales": scales.T.contiguous(),
+        "wzeros": zeros.T.contiguous(),
+        "bias": lifted.T.flatten().to(dtype),
+    }
+
+
+def _scales(parts: int) -> tuple[int, ...]:
+    """Which parts of a modulation the class adds 1 to: of each (shift, scale, gate) the second."""
+    return tuple(range(1, parts, 3)) if parts > 1 else ()
 
 
 @dataclass(frozen=True)
@@ -46,10 +79,10 @@ class AWQCut:
         elif self.leaf != "bias":
             tensor = tensor.T
         rows = tensor.unflatten(0, (-1, self.parts)).transpose(0, 1)
-        if self.leaf == "bias" and self.parts > 1:
+        if self.leaf == "bias":
             rows = rows.clone()
-            rows[1] -= 1
-            rows[-2] -= 1 if self.parts > 3 else 0
+            for part in _scales(self.parts):
+                rows[part] -= 1
         rows = self.cut.take(rows.flatten(0, 1)).contiguous()
         return rows[:, ::2] | rows[:, 1::2] << 4 if self.leaf == "qweight" else rows
 

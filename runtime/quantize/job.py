@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from ..checkpoint import build_transformer
 from ..errors import Refused
+from ..families.spec import PackedLinear
 from ..inspection import ModelFacts, inspect_model
+from ..layouts import block_spans
 from ..mesh import Mesh
 from ..pipeline import Pipeline
 from ..progress import ReportProgress
@@ -24,14 +25,13 @@ from ..quant.svdquant.packing import grown, padded
 from ..quant.svdquant.tensors import Packing
 from ..settings import ModelSettings
 from ..stored import SVDQUANT_INT4, SVDQUANT_NVFP4
+from .file import DTYPE, assemble, metadata_of, part_file, round_modulations
 from .inputs import input_file, keep_inputs, read_inputs
 from .layer import Fitted, fit_linear, nearest_error
-from .weights import Entry, Weights, write_tensors
+from .weights import Weights
 
 STAGE = "quantizing"
 FORMATS = {SVDQUANT_INT4: INT4, SVDQUANT_NVFP4: NVFP4}
-DTYPE = torch.bfloat16
-"""Of scales, vectors and low-rank matrices."""
 HELD_BACK = 4
 """One of so many inputs is not fitted to, but for the report."""
 CALIBRATED, JOB, REPORT = "calibrated", "job.json", "report"
@@ -65,7 +65,7 @@ class LayerReport:
 
 def quantize(settings: QuantizeSettings, out: Path, *, progress: ReportProgress) -> list[LayerReport]:
     """Write `out`, and beside it, until that is done, a folder of what is ready. Raises `Refused` when another job's is there."""
-    facts = inspect_model(settings.model)
+    facts, form = inspect_model(settings.model), FORMATS[settings.kind]
     if facts.stored:
         raise Refused(f"{facts.name} is quantised already: choose the bf16 file of the model")
     if facts.transformer_2 is not None:
@@ -76,17 +76,18 @@ def quantize(settings: QuantizeSettings, out: Path, *, progress: ReportProgress)
     _begin(folder, settings)
     model, shapes = build_transformer(facts)
     linears = facts.spec.packed_linears(
-        name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+        {name: module.out_features for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     )
     del model
     if not (folder / CALIBRATED).exists():
-        _calibrate(settings, folder, [names[0] for names in linears.values()], progress)
+        _calibrate(settings, folder, sorted({packed.linears[0] for packed in linears.values()}), progress)
     with Weights(facts, shapes) as weights:
         reports = [
             _done(folder, name) or _quantize_one(settings, facts, folder, name, linears[name], weights)
             for name in _told(linears, progress)
         ]
-        _assemble(settings, facts, folder, out, linears, weights)
+        modulations = round_modulations(facts, weights, folder)
+        assemble(out, folder, facts, weights, linears, modulations, metadata=metadata_of(facts, settings.rank, form))
     shutil.rmtree(folder)
     return reports
 
@@ -129,17 +130,16 @@ def _done(folder: Path, name: str) -> LayerReport | None:
 
 
 def _quantize_one(
-    settings: QuantizeSettings, facts: ModelFacts, folder: Path, name: str, linears: Sequence[str], weights: Weights
+    settings: QuantizeSettings, facts: ModelFacts, folder: Path, name: str, packed: PackedLinear, weights: Weights
 ) -> LayerReport:
-    weight = torch.cat([weights.read(f"{linear}.weight").float() for linear in linears])
-    inputs = read_inputs(folder, linears[0], weight.shape[1])
-    form = _form(settings, facts, linears[0])
+    weight, inputs = _weight_and_inputs(facts, folder, packed, weights)
+    form = _form(settings, facts, packed)
     rank, (n, k) = min(settings.rank, min(weight.shape) // 16 * 16), weight.shape
     weight, inputs = (grown(tensor, (len(tensor), _whole_groups(k, form))) for tensor in (weight, inputs))
     held_back = inputs[: len(inputs) // HELD_BACK] if len(inputs) >= HELD_BACK else inputs
     fitted = fit_linear(weight, inputs[len(inputs) // HELD_BACK :], form=form, rank=rank)
-    tensors = _tensors(fitted, Packing(n, k, rank, form), _bias(linears, weights))
-    save_file(tensors, folder / f"{name}.safetensors")
+    tensors = _tensors(fitted, Packing(n, k, rank, form), _bias(packed, weights))
+    save_file(tensors, part_file(folder, name))
     report = LayerReport(
         name=name,
         error=fitted.error_on(held_back, weight, form=form),
@@ -148,22 +148,38 @@ def _quantize_one(
         bytes_plain=n * k * DTYPE.itemsize,
     )
     (folder / f"{name}.{REPORT}").write_text(json.dumps(asdict(report)), encoding="utf-8")
-    input_file(folder, linears[0]).unlink()
+    if packed.part is None:  # those of a part are for the others too, and go with the folder
+        input_file(folder, packed.linears[0]).unlink()
     return report
 
 
-def _form(settings: QuantizeSettings, facts: ModelFacts, linear: str) -> Format:
-    form = FORMATS[settings.kind]
-    return UNSIGNED_INT4 if form is INT4 and facts.spec.follows_gelu(linear) else form
+def _weight_and_inputs(
+    facts: ModelFacts, folder: Path, packed: PackedLinear, weights: Weights
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(N, K)` and `(T, K)` in float32, of the inputs that are its own."""
+    weight = torch.cat([weights.read(f"{linear}.weight").float() for linear in packed.linears])
+    inputs = read_inputs(folder, packed.linears[0], weight.shape[1])
+    if packed.part is None:
+        return weight, inputs
+    columns = block_spans(facts.spec.input_blocks(packed.linears[0]), weight.shape[1])[packed.part]
+    return weight[:, columns].contiguous(), inputs[:, columns].contiguous()
+
+
+def _form(settings: QuantizeSettings, facts: ModelFacts, packed: PackedLinear) -> Format:
+    form, place = FORMATS[settings.kind], "" if packed.part is None else f"@{packed.part}"
+    return UNSIGNED_INT4 if form is INT4 and facts.spec.follows_gelu(packed.linears[0] + place) else form
 
 
 def _whole_groups(k: int, form: Format) -> int:
     return k if k % form.group == 0 else padded(k)
 
 
-def _bias(linears: Sequence[str], weights: Weights) -> torch.Tensor | None:
-    biases = [weights.read(name) for linear in linears if (name := f"{linear}.bias") in weights.names]
-    return torch.cat(biases).float() if biases else None
+def _bias(packed: PackedLinear, weights: Weights) -> torch.Tensor | None:
+    """What is added to the output; of parts the first has it."""
+    biases = [weights.read(name) for linear in packed.linears if (name := f"{linear}.bias") in weights.names]
+    if not biases:
+        return None
+    return torch.cat(biases).float() * (not packed.part)
 
 
 def _tensors(fitted: Fitted, packing: Packing, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -175,54 +191,3 @@ def _tensors(fitted: Fitted, packing: Packing, bias: torch.Tensor | None) -> dic
     if bias is not None:
         packed["bias"] = packing.packed("bias", (bias + fitted.bias).to(DTYPE))
     return {leaf: tensor.contiguous() for leaf, tensor in packed.items()}
-
-
-def _assemble(
-    settings: QuantizeSettings,
-    facts: ModelFacts,
-    folder: Path,
-    out: Path,
-    linears: Mapping[str, Sequence[str]],
-    weights: Weights,
-) -> None:
-    """The one file: the 4-bit Linears, and all else as it was."""
-    quantised = {f"{linear}.{leaf}" for names in linears.values() for linear in names for leaf in ("weight", "bias")}
-    entries: list[Entry] = []
-    places: dict[str, Path] = {}
-    for name in linears:
-        part = folder / f"{name}.safetensors"
-        tensors = {f"{name}.{leaf}": tensor for leaf, tensor in load_file(part).items()}
-        entries += [(full, tensor.dtype, tuple(tensor.shape)) for full, tensor in tensors.items()]
-        places |= dict.fromkeys(tensors, part)
-    for name in weights.names:
-        if name not in quantised:
-            tensor = weights.read(name)
-            entries.append((name, tensor.dtype, tuple(tensor.shape)))
-
-    def read(name: str) -> torch.Tensor:
-        if name not in places:
-            return weights.read(name)
-        with safe_open(places[name], framework="pt") as file:
-            return file.get_tensor(name.rpartition(".")[2])
-
-    partial = out.with_name(f"{out.name}.partial")
-    write_tensors(partial, entries, read, metadata=_metadata(settings, facts))
-    partial.replace(out)
-
-
-def _metadata(settings: QuantizeSettings, facts: ModelFacts) -> dict[str, str]:
-    """As Nunchaku's files have it."""
-    form = FORMATS[settings.kind]
-    rounding = {
-        "dtype": "fp4_e2m1_all" if form.is_float else "int4",
-        "scale_dtype": "fp8_e4m3_nan" if form.is_float else None,
-        "group_size": form.group,
-    }
-    weight = {**rounding, "scale_dtype": [None, "fp8_e4m3_nan"] if form.is_float else None}
-    quantization = {"method": "svdquant", "weight": weight, "activation": rounding, "rank": settings.rank}
-    config = {"_class_name": facts.spec.transformer_class, **facts.config}
-    return {
-        "model_class": facts.spec.transformer_class,
-        "config": json.dumps(config),
-        "quantization_config": json.dumps(quantization),
-    }

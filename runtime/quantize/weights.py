@@ -19,7 +19,7 @@ from ..reading import opener
 
 DTYPE_NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8", torch.int32: "I32",
 }  # fmt: skip
 METADATA = "__metadata__"
 ALIGNMENT = 8
