@@ -18,7 +18,7 @@ TENSORS = {
     "concat_latent_image": "concat_latent",
     "concat_mask": "concat_mask",
 }
-NUMBERS = ("guidance", "strength", "mask_strength", "start_percent", "end_percent")
+NUMBERS = ("guidance", "frame_rate", "strength", "mask_strength", "start_percent", "end_percent")
 AREA_KEYS = ("area", "set_area_to_bounds", "clip_start_percent", "clip_end_percent", "default")
 """Keys that become other fields of a `Conditioning`; `TENSORS` and `NUMBERS` go over as they are."""
 

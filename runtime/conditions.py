@@ -17,6 +17,9 @@ from .sampling.latents import into_model_space
 VISION_WIDTH = "image_dim"
 """Key of the configuration: how many numbers a token of CLIP vision has."""
 
+VIDEO_PLACES = {"video_places", "causal_video_places"}
+"""What is worked out from the frame rate."""
+
 
 class ConditioningReader:
     """Conditionings as one model reads them: on its device and in its dtype, latents in its own space."""
@@ -53,7 +56,8 @@ class ConditioningReader:
             "concat_latent": self._beside(conditioning, x, noise_mask),
             "concat_mask": None,
             "clip_vision": self._picture_tokens(conditioning.clip_vision),
-            "frame_levels": self._frame_levels(noise_mask),
+            "noise_levels": self._noise_levels(noise_mask),
+            "frame_rate": self._frame_rate(conditioning.frame_rate),
         }
         return conditioning.model_copy(update=read)
 
@@ -159,11 +163,20 @@ class ConditioningReader:
             )
         return tokens.to(**self._place)
 
-    def _frame_levels(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Which part of the noise each frame has, `(B, F)`, by a mask that fits the latent."""
-        if mask is None or not self._family.frame_levels:
+    def _noise_levels(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Which part of the noise each frame `(B, F, 1, 1)` or place `(B, F, H, W)` has, by a mask that fits the latent."""
+        if mask is None or not self._family.levels:
             return None
-        return mask.mean(dim=(1, 3, 4)).to(self._place["device"])
+        levels = mask.mean(dim=(1, 3, 4), keepdim=True) if self._family.levels == "frame" else mask
+        return levels[:, 0].to(self._place["device"])
+
+    def _frame_rate(self, rate: float | None) -> float | None:
+        """Pictures in a second of the video, where the family reads that."""
+        if rate is None or not self._sources & VIDEO_PLACES:
+            return None
+        if rate <= 0:
+            raise Refused(f"the conditioning carries a frame_rate of {rate:g}: set more than 0 in LTXVConditioning")
+        return rate
 
     def _check_length(self, tokens: int) -> None:
         """Raise `Refused` for a prompt of another length than its text encoder gives, where pictures are read beside it."""

@@ -57,6 +57,7 @@ class Entry:
         sizes = [(part.start, part.stop) for part in self.box or ()]
         return (
             self.conditioning.guidance,
+            self.conditioning.frame_rate,
             self.conditioning.reference_method,
             *named,
             *(stop - start for start, stop in sizes[2:]),
@@ -166,7 +167,13 @@ def _cropped(conditioning: Conditioning, box: Box | None) -> Conditioning:
     """The conditioning of a part of the latent."""
     if box is None:
         return conditioning
-    boxes = {"concat_latent": box, "frame_levels": box[:1] + box[2:3]}
+    spans = (box[0], *box[2:])
+    levels = conditioning.noise_levels
+    boxes = {"concat_latent": box}
+    if levels is not None:
+        boxes["noise_levels"] = tuple(
+            span if size > 1 else slice(None) for span, size in zip(spans, levels.shape, strict=True)
+        )
     parts = {name: tensor[boxes[name]] for name, tensor in conditioning.tensors().items() if name in boxes}
     return conditioning.model_copy(update=parts)
 

@@ -130,13 +130,14 @@ def _pipeline_folder(path: Path) -> ModelFacts:
     boundary = index.get("boundary_ratio") or 0.0
     if type(boundary) is not float or not 0.0 <= boundary <= 1.0:
         raise Refused(f"{path / 'model_index.json'} says boundary_ratio {boundary!r}, no part of 1: download it again")
-    return replace(_transformer_folder(path / "transformer"), boundary=boundary, **parts)
+    return replace(_transformer_folder(path / "transformer", pipeline), boundary=boundary, **parts)
 
 
-def _transformer_folder(path: Path) -> ModelFacts:
+def _transformer_folder(path: Path, pipeline: str = "") -> ModelFacts:
     config = read_json(path / "config.json")
     class_name = config.get("_class_name")
     families = [family for family in FAMILIES.values() if family.transformer_class == class_name]
+    families.sort(key=lambda family: pipeline not in family.pipeline_classes)
     if not families:
         supported = ", ".join(family.transformer_class for family in FAMILIES.values())
         raise Refused(f"{path} is a {class_name}, which is not available yet. Available: {supported}")
@@ -206,7 +207,8 @@ def _file(path: Path) -> ModelFacts:
     enough = max(*shares.values(), ALIKE)
     alike = [family for family in FAMILIES.values() if shares[family.name] >= enough]
     found: list[ModelFacts | Refused] = [_attempt(family, path, header, layouts[family.name]) for family in alike]
-    facts = [each for each in found if isinstance(each, ModelFacts)]
+    said = {} if read is read_gguf else read_metadata(path)
+    facts = [each for each in found if isinstance(each, ModelFacts) and each.spec.told_by(said)]
     if len(facts) == 1:
         return facts[0]
     if facts:

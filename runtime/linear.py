@@ -253,9 +253,21 @@ def _cut_attentions(model: nn.Module, split: TensorSplit, head_dim: int, group: 
     if split.norms:
         for name in modules_called(model, split.norms):
             model.set_submodule(name, ParallelRMSNorm(model.get_submodule(name), grain=head_dim, group=group))
+    for module in modules_called(model, split.tables).values() if split.tables else ():
+        module.register_forward_hook(_cutting(head_dim, group))
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     for name in modules_called(model, split.attentions) if split.attentions else ():
         attention = model.get_submodule(name)
         if attention.heads < degree:
             raise ValueError(f"{attention.heads} heads of {name} cannot be dealt to {degree} ranks")
         attention.heads = even_lengths(attention.heads, degree)[rank]
+
+
+def _cutting(head_dim: int, group: dist.ProcessGroup) -> Callable[[nn.Module, tuple, tuple], tuple]:
+    """A hook that cuts the last dim of each output as the heads are dealt."""
+    place = {"blocks": (1,), "rank": dist.get_rank(group), "degree": dist.get_world_size(group), "grain": head_dim}
+
+    def hook(module: nn.Module, args: tuple, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(Cut.of_blocks(each.ndim - 1, each.shape[-1], **place).take(each) for each in output)
+
+    return hook

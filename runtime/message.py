@@ -13,7 +13,7 @@ MAX_TENSORS = 320
 MAX_TENSOR_BYTES = 1 << 36
 MAX_DIMS = 8
 MAX_REFERENCES = 8
-READ = ("embedding", "pooled", "attention_mask", "concat_latent", "clip_vision", "frame_levels")
+READ = ("embedding", "pooled", "attention_mask", "concat_latent", "clip_vision", "noise_levels")
 REFERENCE = "reference "
 
 ITEM_BYTES = {
@@ -74,8 +74,9 @@ class Conditioning(Message):
     own space that the model looks at beside the prompt, and `reference_method` is where they stand, empty for the model's
     own choice. `concat_latent` is a latent in the VAE's own space that is put beside the noisy one, channel by channel, and
     `concat_mask`, `(B, 1, H, W)` of any resolution, is 1 where it is painted anew; for a video it is `(B, 1 or 4, F, H, W)`.
-    `clip_vision` is what a CLIP vision model says of a picture, `(B, tokens, D)`. `frame_levels`, `(B, F)`, is worked out
-    from the noise mask: which part of the noise each frame has.
+    `clip_vision` is what a CLIP vision model says of a picture, `(B, tokens, D)`. `noise_levels`, `(B, F, H, W)` or
+    with sides of 1, is worked out from the noise mask: which part of the noise each frame or place has. `frame_rate` is that
+    of the video.
 
     `area` is a size and then an offset for each dim, in latent pixels: `(H, W, Y, X)`, or `(F, H, W, Z, Y, X)` for video;
     `area_percent` is the same in parts of the latent, and stands in the place of `area`. `mask` is `(H, W)`, `(N, H, W)`
@@ -92,7 +93,8 @@ class Conditioning(Message):
     concat_latent: Tensor | None = None
     concat_mask: Tensor | None = None
     clip_vision: Tensor | None = None
-    frame_levels: Tensor | None = None
+    noise_levels: Tensor | None = None
+    frame_rate: Finite | None = None
     strength: Finite = 1.0
     area: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(default=None, max_length=MAX_DIMS)
     area_percent: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] | None = Field(default=None, max_length=MAX_DIMS)

@@ -163,7 +163,7 @@ class Pipeline:
             seed=request.settings.seed,
             cpu_noise_offset=request.cpu_noise_offset,
             mask=mask,
-            keep_clean=family.frame_levels,
+            keep_clean=bool(family.levels),
             progress=reporter,
             check=reporter.check,
         )

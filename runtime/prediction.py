@@ -13,10 +13,13 @@ from .errors import Refused
 from .families.spec import FamilySpec
 from .guidance import Predict
 from .protocol import Conditioning
-from .tokens import by_token, image_ids, pack, pad_to_patch, patches, unpack
+from .tokens import image_ids, pack, pad_to_patch, patches, unpack, video_places
 
 GUIDANCE = 3.5
 """Of a model that is told its guidance, when the conditioning does not say; ComfyUI's number."""
+
+FRAME_RATE = 25.0
+"""Of a video, when the conditioning does not say; ComfyUI's number."""
 
 
 class Predictor:
@@ -31,8 +34,9 @@ class Predictor:
         is_reversed = family.prediction == "reversed velocity"
         level = (1 - sigma if is_reversed else sigma) * family.timestep_scale
         timestep = level.to(x.device).expand(x.shape[0])
-        if conditioning.frame_levels is not None:
-            timestep = by_token(conditioning.frame_levels * timestep.unsqueeze(1), patches(x.shape, family.patch))
+        if conditioning.noise_levels is not None:
+            levels = conditioning.noise_levels.expand(-1, *patches(x.shape, family.patch)).flatten(1)
+            timestep = levels * timestep.unsqueeze(1)
         pictures = (x.to(self._dtype), *conditioning.references)
         inputs = {argument: _input(source, conditioning, pictures, family) for argument, source in family.inputs}
         latent, *references = (pad_to_patch(picture, family.patch) for picture in pictures)
@@ -88,6 +92,10 @@ def _input(source: str, conditioning: Conditioning, pictures: tuple[torch.Tensor
         return F.pad(torch.arange(tokens, dtype=torch.float32, device=latent.device)[:, None], (3, 0))
     if source == "image_shapes":
         return [[patches(picture.shape, patch) for picture in pictures]] * len(latent)
+    if source in ("video_places", "causal_video_places"):
+        rate = FRAME_RATE if conditioning.frame_rate is None else conditioning.frame_rate
+        scales = (family.latent.temporal, family.latent.spatial, family.latent.spatial)
+        return video_places(latent, scales, rate=rate, causal=source == "causal_video_places")
     if source == "guidance":
         value = GUIDANCE if conditioning.guidance is None else conditioning.guidance
         return latent.new_full((latent.shape[0],), value, dtype=torch.float32)

@@ -28,7 +28,8 @@ MODEL_READS = (
     "reference_method",
     "concat_latent",
     "clip_vision",
-    "frame_levels",
+    "noise_levels",
+    "frame_rate",
 )
 Area = tuple[int, ...]
 Box = tuple[slice, ...]

@@ -32,9 +32,17 @@ def patches(shape: Sequence[int], patch: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-size // step) for size, step in zip(shape[2:], patch, strict=True))
 
 
-def by_token(frames: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
-    """A number for each frame, `(B, F)`, as one for each token of a grid of patches: `(B, tokens)`. Patches are one frame long."""
-    return frames.repeat_interleave(math.prod(grid[1:]), dim=1)
+def video_places(latent: torch.Tensor, scales: Sequence[int], *, rate: float, causal: bool) -> torch.Tensor:
+    """`(B, 3, tokens)` float32: second, row and column in pixels of each place of a latent of videos.
+
+    `scales` are frames and pixels of the video for one of the latent; where that is `causal`, its first frame stands for one.
+    """
+    axes = [torch.arange(size, dtype=torch.float32, device=latent.device) for size in latent.shape[2:]]
+    seconds, rows, columns = (axis * scale for axis, scale in zip(axes, scales, strict=True))
+    if causal:
+        seconds = (seconds + 1 - scales[0]).clamp(min=0)
+    places = torch.cartesian_prod(seconds * (1.0 / rate), rows, columns)
+    return places.T.expand(len(latent), -1, -1)
 
 
 def image_ids(

@@ -42,7 +42,7 @@ REGIONS: dict[str, dict[str, list[dict[str, Any]]]] = {
 
 FIRST = ("wan", "flux", "flux-schnell", "flux-fill", "flux-control", "qwen")
 """Families for which every product of kinds is run each time; for the others in full."""
-VIDEOS = ("wan-i2v", "wan2.2-i2v", "wan2.2-ti2v")
+VIDEOS = ("wan-i2v", "wan2.2-i2v", "wan2.2-ti2v", "ltx", "ltx-0.9.5")
 """Families of videos after the first, in `test_video_ranks`."""
 TABLE = {
     "no mask": {"latent": (1, 16, 8, 8), "padded": False},
@@ -113,7 +113,7 @@ def sample_request(case: Case) -> Sample:
 
 def noise_mask_of(case: Case, generator: torch.Generator) -> torch.Tensor | None:
     """A mask of the picture; of its frames where the family is told the noise of each."""
-    if family_of(case).frame_levels:
+    if family_of(case).levels:
         frames = case.latent[2] if len(case.latent) == 5 else 1
         return torch.linspace(0.5, 1.0, frames).view(1, 1, frames, 1, 1)
     return torch.rand(1, 1, 9, 7, generator=generator) if case.regions == "masks" else None

@@ -72,7 +72,7 @@ def small_model(path: Path):
         model.diffusion_model.set_submodule(name, module(**sizes, operations=torch.nn))
     weights = dict(random_weights(model.diffusion_model.state_dict(), seed=described.get("seed", 0)))
     model.diffusion_model.load_state_dict(weights)
-    save_file(weights, path.with_suffix(".safetensors"))
+    save_file(weights, path.with_suffix(".safetensors"), metadata=described.get("metadata"))
     device = model_management.get_torch_device()
     return model_patcher.ModelPatcher(model, load_device=device, offload_device=device)
 

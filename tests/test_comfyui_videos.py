@@ -27,6 +27,13 @@ WAN = {
     "image_model": "wan2.1", "model_type": "t2v", "dim": 256, "num_heads": 2, "num_layers": 2, "ffn_dim": 512,
     "text_dim": 64, "freq_dim": 64, "in_dim": 36, "out_dim": 16,
 }  # fmt: skip
+LTX = {
+    "image_model": "ltxv",
+    "attention_head_dim": 4,
+    "cross_attention_dim": 128,
+    "caption_channels": 64,
+    "num_layers": 2,
+}
 MODELS = {
     "i2v": ("wan-i2v", "WAN21_I2V", {**WAN, "model_type": "i2v"}),
     "flf2v": ("wan-i2v", "WAN21_I2V", {**WAN, "model_type": "i2v", "flf_pos_embed_token_number": 514}),
@@ -34,9 +41,11 @@ MODELS = {
     "high noise": ("wan", "WAN21_T2V", {**WAN, "in_dim": 16}),
     "low noise": ("wan", "WAN21_T2V", {**WAN, "in_dim": 16}),
     "ti2v": ("wan2.2-ti2v", "WAN22_T2V", {**WAN, "in_dim": 48, "out_dim": 48}),
+    "ltx": ("ltx", "LTXV", LTX),
+    "ltx 0.9.5": ("ltx-0.9.5", "LTXV", {**LTX, "causal_temporal_positioning": True}),
 }
 """By name: our family, ComfyUI's class, and its configuration."""
-WAN_21, WAN_22 = (16, 8), (48, 16)
+WAN_21, WAN_22, LTX_VAE = (16, 8), (48, 16), (128, 32)
 """Channels of the VAE, and how far it scales down."""
 
 
@@ -48,17 +57,25 @@ INPUTS = {
     "a": draw(1, 512, 64, seed=1),
     "n": draw(1, 512, 64, seed=2),
     "first": draw(1, 50, 70, 3, seed=3).sigmoid(),
+    "words": draw(1, 7, 64, seed=7),
+    "no words": draw(1, 7, 64, seed=9),
+    "mask of words": torch.tensor([[1, 1, 1, 1, 1, 0, 0]]),
+    "places": draw(1, 1, 2, 3, 5, seed=8).sigmoid(),
     "two frames": draw(2, 90, 60, 3, seed=4).sigmoid(),
     "empty": torch.zeros(1, 16, 2, 6, 8),
     "vision": draw(1, 257, 1280, seed=5),
     "vision of the last": draw(1, 257, 1280, seed=6),
 }
+WORDS = {"embedding": "words", "attention_mask": "mask of words", "frame_rate": 24.0}
 SIZE = {"width": 96, "height": 80, "length": 9, "batch_size": 1}
 ODD = {"width": 72, "height": 40, "length": 5, "batch_size": 2}
 FIRST, BOTH = {"start_image": "first"}, {"start_image": "first", "end_image": "two frames"}
 VISION = {"clip_vision_output": "vision"}
 VISION_OF_BOTH = {"clip_vision_start_image": "vision", "clip_vision_end_image": "vision of the last"}
-I2V, FLF2V, TI2V = "WanImageToVideo", "WanFirstLastFrameToVideo", "Wan22ImageToVideoLatent"
+I2V, FLF2V, TI2V, LTX_I2V = "WanImageToVideo", "WanFirstLastFrameToVideo", "Wan22ImageToVideoLatent", "LTXVImgToVideo"
+IN_LATENT = (TI2V, LTX_I2V)
+"""Nodes that put the picture into the latent, with a noise mask."""
+WIDE = {"width": 160, "height": 96, "length": 9, "batch_size": 1}
 CASES = {
     ("i2v", "a picture that CLIP vision saw"): {"node": I2V, "images": FIRST, "vision": VISION},
     ("i2v", "odd sides, two frames, a batch"): {"node": I2V, "images": {"start_image": "two frames"}, "vision": VISION, "widgets": ODD},
@@ -72,6 +89,9 @@ CASES = {
     ("i2v 2.2", "the first and the last frame"): {"node": FLF2V, "images": BOTH, "widgets": ODD},
     ("ti2v", "a first frame"): {"node": TI2V, "images": FIRST},
     ("ti2v", "a first frame, noise between steps"): {"node": TI2V, "images": FIRST, "sampler_name": "euler_ancestral"},
+    ("ltx", "a first frame"): {"node": LTX_I2V, "images": {"image": "first"}, "widgets": {**WIDE, "strength": 0.8}, "prompt": WORDS},
+    ("ltx 0.9.5", "a first frame, a batch"): {"node": LTX_I2V, "images": {"image": "first"}, "widgets": {**WIDE, "strength": 1.0, "batch_size": 2}, "prompt": WORDS},
+    ("ltx 0.9.5", "a mask of places"): {"node": LTX_I2V, "images": {"image": "first"}, "widgets": {**WIDE, "strength": 1.0}, "prompt": {**WORDS, "frame_rate": None}, "noise_mask": "places"},
     ("ti2v", "a prompt alone"): {"node": TI2V, "widgets": {**ODD, "width": 144, "height": 112}},
 }  # fmt: skip
 
@@ -90,11 +110,14 @@ def widgets(case: dict) -> dict:
 def stock(folder) -> dict[str, torch.Tensor]:
     """What ComfyUI's nodes make, and the latents of its KSampler; the weights are in the folder afterwards."""
     for number, (name, (_, kind, config)) in enumerate(MODELS.items()):
-        (folder / f"{name}.json").write_text(json.dumps({"class": kind, "unet_config": config, "seed": number}))
+        metadata = {"config": json.dumps({"transformer": config})}
+        described = {"class": kind, "unet_config": config, "seed": number, "metadata": metadata}
+        (folder / f"{name}.json").write_text(json.dumps(described))
     videos, samples = [], []
     for number, ((model, _), case) in enumerate(CASES.items()):
-        vae = WAN_22 if case["node"] == TI2V else WAN_21
-        videos.append({"widgets": SIZE, "vae": vae, **case})
+        vae = {TI2V: WAN_22, LTX_I2V: LTX_VAE}.get(case["node"], WAN_21)
+        module = "comfy_extras.nodes_lt" if case["node"] == LTX_I2V else "comfy_extras.nodes_wan"
+        videos.append({"widgets": SIZE, "vae": vae, "module": module, **case})
         samples.append({**widgets(case), "model": str(folder / f"{model}.json"), **sockets(number, case)})
     samples += two_samplers(folder, number=len(samples))
     results = ask_comfyui(folder, inputs=INPUTS, videos=videos, samples=samples)
@@ -122,21 +145,29 @@ def two_samplers(folder: Path, *, number: int) -> list[dict]:
 def sockets(number: int, case: dict) -> dict:
     """Positive, negative and latent of a case, by the names of what its node made."""
     keys = []
-    if case.get("images") and case["node"] != TI2V:
+    if case.get("images") and case["node"] not in IN_LATENT:
         keys += ["concat_latent_image", "concat_mask"]
     if case.get("vision"):
         keys += ["clip_vision_output"]
-    options = {key: f"videos.{number}.{key}" for key in keys}
-    positive = [["a", options], *([["a", {**options, "area": case["area"]}]] if "area" in case else [])]
-    mask = {"noise_mask": f"videos.{number}.noise_mask"} if case["node"] == TI2V and case.get("images") else {}
-    return {"positive": positive, "negative": [["n", options]], "latent": f"videos.{number}.samples", **mask}
+    prompt = {"embedding": "a", **case.get("prompt", {})}
+    options = {key: f"videos.{number}.{key}" for key in keys} | {
+        k: v for k, v in prompt.items() if v and k != "embedding"
+    }
+    positive = [[prompt["embedding"], options]]
+    positive += [["a", {**options, "area": case["area"]}]] if "area" in case else []
+    negative = {"a": "n", "words": "no words"}[prompt["embedding"]]
+    mask = case.get("noise_mask", f"videos.{number}.noise_mask")
+    masked = {"noise_mask": mask} if case["node"] in IN_LATENT and case.get("images") else {}
+    latent = {"latent": f"videos.{number}.samples"}
+    return {"positive": positive, "negative": [[negative, options]], **latent, **masked}
 
 
 def entry(name: str, options: dict, made: dict[str, torch.Tensor]) -> Conditioning:
-    named = {"concat_latent_image": "concat_latent", "concat_mask": "concat_mask", "clip_vision_output": "clip_vision"}
-    fields = {field: made[options[key]] for key, field in named.items() if key in options}
+    named = {"concat_latent_image": "concat_latent", "clip_vision_output": "clip_vision"}
+    named |= {name: name for name in ("concat_mask", "attention_mask")}
+    fields = {field: (INPUTS | made)[options[key]] for key, field in named.items() if key in options}
     area = {"area": tuple(options["area"])} if "area" in options else {}
-    return Conditioning(embedding=INPUTS[name], **fields, **area)
+    return Conditioning(embedding=INPUTS[name], frame_rate=options.get("frame_rate"), **fields, **area)
 
 
 def ours(name: tuple[str, str], folder: Path, made: dict[str, torch.Tensor], mesh: Mesh) -> torch.Tensor:
@@ -149,7 +180,7 @@ def ours(name: tuple[str, str], folder: Path, made: dict[str, torch.Tensor], mes
         model=settings,
         settings=SampleSettings(**widgets(case)),
         latent=made[plugs["latent"]].clone(),
-        noise_mask=made[plugs["noise_mask"]] if "noise_mask" in plugs else None,
+        noise_mask=(INPUTS | made)[plugs["noise_mask"]] if "noise_mask" in plugs else None,
         cpu_noise_offset=int(made["step_seed_offset"]),
         **{side: tuple(entry(*each, made) for each in plugs[side]) for side in ("positive", "negative")},
     )
@@ -178,7 +209,12 @@ def test_a_pair_of_experts_gives_what_two_stock_samplers_give(stock, folder):
     assert error < LIMIT
 
 
-FEW = [("i2v", "an area"), ("flf2v", "CLIP vision of the first alone"), ("ti2v", "a first frame")]
+FEW = [
+    ("i2v", "an area"),
+    ("flf2v", "CLIP vision of the first alone"),
+    ("ti2v", "a first frame"),
+    ("ltx 0.9.5", "a mask of places"),
+]
 PLACES = [(name, {"tensor": 2}) for name in FEW]
 MORE = [(name, degrees) for name in CASES for degrees in ({"tensor": 2}, {"ring": 2, "ulysses": 2})]
 

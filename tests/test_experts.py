@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from runtime.checkpoint import build_transformer
-from runtime.degrees import Needs
 from runtime.errors import Refused
 from runtime.experts import inspect_settings
 from runtime.families.wan import TINY, WAN
 from runtime.inspection import inspect_model
 from runtime.mesh import Mesh
+from runtime.needs import Needs
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.sample_inputs import flow_table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,17 @@ def test_a_file_gives_the_configuration_it_was_made_with(name, tmp_path):
     facts = inspect_model(str(random_file(family, tmp_path / "model.safetensors")))
     assert facts.family == name
     assert {key: facts.config[key] for key in family.tiny} == dict(family.tiny)
+
+
+@pytest.mark.parametrize("name", ["ltx", "ltx-0.9.5"])
+def test_models_of_the_same_tensors_are_told_apart_by_the_pipeline_of_their_folder(name, tmp_path):
+    family = FAMILIES[name]
+    (tmp_path / "transformer").mkdir()
+    random_file(family, tmp_path / "transformer" / "diffusion_pytorch_model.safetensors")
+    config = {"_class_name": family.transformer_class, **family.tiny}
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": family.pipeline_classes[0]}))
+    assert inspect_model(str(tmp_path)).family == name
 
 
 def with_masks(request: Sample, *masks: torch.Tensor | None, length: int | None = None) -> Sample:
@@ -89,6 +101,7 @@ def test_a_mask_that_is_added_to_attention_is_refused(name):
         ("wan-i2v", {"embedding": torch.zeros(1, 600, 64)}, r"has 600 tokens, but Wan 2\.1 image to video takes 512"),
         ("wan-i2v", {"concat_latent": torch.zeros(1, 16, 3, 8, 8)}, r"has 3 frames, but the latent has 1"),
         ("wan2.2-i2v", {"concat_mask": torch.zeros(1, 1, 3, 8, 8)}, r"concat_mask.*\(1, 1, 3, 8, 8\)"),
+        ("ltx", {"frame_rate": 0.0}, r"frame_rate of 0: set more than 0"),
         ("qwen", {"references": (torch.zeros(1, 16, 1, 4, 4),), "reference_method": "uxo"}, r"'uxo'.*there are: index"),
         ("qwen", {"references": (torch.zeros(1, 4, 4, 4),)}, r"a reference latent has shape \(1, 4, 1, 4, 4\)"),
         ("zimage", {"references": (torch.zeros(1, 16, 4, 4),)}, r"Z-Image takes none: remove Reference Latent"),

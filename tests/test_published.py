@@ -21,6 +21,7 @@ from runtime.inspection import inspect_model
 
 WAN = {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40, "out_channels": 16}
 WAN_I2V = {**WAN, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+LTX_13B = {"attention_head_dim": 128, "cross_attention_dim": 4096, "num_layers": 48}
 WAN_5B = {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48}
 FLUX = {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "guidance_embeds": True}
 QWEN = {"num_layers": 60, "num_attention_heads": 24, "in_channels": 64, "out_channels": 16}
@@ -33,6 +34,8 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Wan 2.1 Fun InP 1.3B": ("wan-i2v", "WanTransformer3DModel", {
         **WAN_I2V, "num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30, "added_kv_proj_dim": 1536}),
     "Wan 2.2 I2V A14B, either expert": ("wan2.2-i2v", "WanTransformer3DModel", {**WAN, "in_channels": 36}),
+    "LTX-Video 0.9, 2B": ("ltx", "LTXVideoTransformer3DModel", {}),
+    "LTX-Video 0.9.1, 13B wide": ("ltx", "LTXVideoTransformer3DModel", LTX_13B),
     "Wan 2.2 TI2V 5B": ("wan2.2-ti2v", "WanTransformer3DModel", WAN_5B),
     "Flux.1 dev": ("flux", "FluxTransformer2DModel", FLUX),
     "Flux.1 Kontext dev": ("flux", "FluxTransformer2DModel", FLUX),
@@ -73,7 +76,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen-Image-Layered": ("Qwen-Image-Layered", "QwenImageTransformer2DModel",
                            {**QWEN, "use_additional_t_cond": True}),
     "Z-Image Omni": ("Z-Image Omni", "ZImageTransformer2DModel", {"siglip_feat_dim": 1152}),
-    "LTX-Video": ("looked for", "LTXVideoTransformer3DModel", {}),
+    "LTX-2": ("LTX-2|looked for", "LTX2VideoTransformer3DModel", {"num_layers": 2}),
     "HunyuanVideo": ("looked for", "HunyuanVideoTransformer3DModel", {}),
     "Lumina 2": ("looked for", "Lumina2Transformer2DModel", {}),
     "Sana": ("looked for", "SanaTransformer2DModel", {}),

@@ -99,6 +99,7 @@ def inputs_of(family, text: int = 5) -> dict[str, Any]:
     sources = {
         "embedding": torch.randn(1, text, family.tiny[family.text_width]),
         "attention_mask": torch.tensor([[True, True, False, True, False]]),
+        **dict.fromkeys(("video_places", "causal_video_places"), torch.rand(1, 3, 8)),
         "clip_vision": torch.randn(1, 9, family.tiny.get("image_dim", 1)),
         "pooled": torch.randn(1, family.tiny.get(family.pooled_width, 1)),
         "guidance": torch.tensor([3.5]),
@@ -156,7 +157,7 @@ def test_a_split_model_equals_the_bare_class(family, heads):
     2, 1, 1 and 1.
     """
     head_dim = family.head_dim_of(family.tiny)
-    keys = (family.width, "caption_projection_dim", "added_kv_proj_dim")
+    keys = (family.width, "caption_projection_dim", "added_kv_proj_dim", "cross_attention_dim")
     changed = {family.heads: heads, **{key: heads * head_dim for key in keys if key in family.tiny}}
     model, inputs = tiny(family, **changed), inputs_of(family)
     facts = inspect_model(f"random:{family.name}")

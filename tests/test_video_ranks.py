@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+from diffusers import LTXConditionPipeline, LTXPipeline
 
 from runtime.families import FAMILIES
 from runtime.families.spec import FamilySpec
@@ -38,9 +40,11 @@ def test_every_product_of_kinds_equals_one_rank(name, degrees):
 Velocity = Callable[[torch.Tensor, torch.Tensor, Conditioning], torch.Tensor]
 
 
-def wan_model(family: FamilySpec) -> torch.nn.Module:
-    """The class with the timestep waves in ComfyUI's rounding, which is 2e-6 of the latent off by itself."""
+def model_of(family: FamilySpec) -> torch.nn.Module:
+    """The class; Wan's with the timestep waves in ComfyUI's rounding, which is 2e-6 of the latent off by itself."""
     model = bare_model(family)
+    if family.transformer_class != WAN.transformer_class:
+        return model
     model.condition_embedder.timesteps_proj = TimestepWaves(family.tiny["freq_dim"])
     return model
 
@@ -65,25 +69,57 @@ def wan_of_pictures(model: torch.nn.Module) -> Velocity:
     return velocity
 
 
-def wan_by_frames(model: torch.nn.Module) -> Velocity:
-    """As WanImageToVideoPipeline calls TI2V: a timestep for each token, and no noise where the (empty) latent is kept."""
+def with_levels(predict: Callable[[torch.Tensor, torch.Tensor, Conditioning], torch.Tensor]) -> Velocity:
+    """Where the (empty) latent is kept in part, the model sees it without noise; `predict` is given the sigma of each token."""
 
     def velocity(x: torch.Tensor, sigma: torch.Tensor, prompt: Conditioning) -> torch.Tensor:
-        batch, _, frames, height, width = x.shape
-        levels = torch.linspace(0.5, 1.0, frames)
+        levels = torch.linspace(0.5, 1.0, x.shape[2])
         mask = levels.view(1, 1, -1, 1, 1)
-        timesteps = (levels * sigma * 1000).repeat_interleave(height * width // 4).expand(batch, -1)
-        embedding = prompt.embedding.expand(batch, -1, -1)
-        predicted = model(x * mask, timesteps, embedding, return_dict=False)[0]
+        predicted = predict(x * mask, levels * sigma, prompt)
         return (x - (x * mask - sigma * predicted) * mask) / sigma
 
     return velocity
+
+
+def wan_by_frames(model: torch.nn.Module) -> Velocity:
+    """As WanImageToVideoPipeline calls TI2V."""
+
+    def predict(x: torch.Tensor, sigmas: torch.Tensor, prompt: Conditioning) -> torch.Tensor:
+        batch, _, _, height, width = x.shape
+        timesteps = (sigmas * 1000).repeat_interleave(height * width // 4).expand(batch, -1)
+        return model(x, timesteps, prompt.embedding.expand(batch, -1, -1), return_dict=False)[0]
+
+    return with_levels(predict)
+
+
+def ltx(model: torch.nn.Module, *, causal: bool = False) -> Velocity:
+    """As LTXPipeline calls it, or LTXConditionPipeline, at 25 frames in a second."""
+
+    def predict(x: torch.Tensor, sigmas: torch.Tensor, prompt: Conditioning) -> torch.Tensor:
+        batch, _, *sizes = x.shape
+        places = LTXConditionPipeline._scale_video_ids(LTXConditionPipeline._prepare_video_ids(batch, *sizes)).float()
+        places[:, 0] *= 1.0 / 25
+        where = {"video_coords": places} if causal else {"rope_interpolation_scale": (8 / 25, 32, 32)}
+        output = model(
+            hidden_states=LTXPipeline._pack_latents(x),
+            encoder_hidden_states=prompt.embedding.expand(batch, -1, -1),
+            timestep=(sigmas * 1000).repeat_interleave(sizes[1] * sizes[2]).expand(batch, -1),
+            encoder_attention_mask=prompt.attention_mask.expand(batch, -1),
+            **dict(zip(("num_frames", "height", "width"), sizes, strict=True)),
+            **where,
+            return_dict=False,
+        )[0]
+        return LTXPipeline._unpack_latents(output, *sizes)
+
+    return with_levels(predict)
 
 
 CALLS = {
     "wan-i2v": (wan_of_pictures, (1, 16, 3, 6, 10), (2, 16, 2, 4, 4)),
     "wan2.2-i2v": (wan_of_pictures, (1, 16, 3, 6, 10), (2, 16, 2, 4, 4)),
     "wan2.2-ti2v": (wan_by_frames, (1, 48, 3, 6, 10), (2, 48, 2, 4, 4)),
+    "ltx": (ltx, (1, 128, 3, 5, 7), (2, 128, 2, 3, 4)),
+    "ltx-0.9.5": (partial(ltx, causal=True), (1, 128, 3, 5, 7), (2, 128, 2, 3, 4)),
 }
 """How the class of a family is called, and latents for it."""
 
@@ -96,6 +132,6 @@ def test_one_rank_equals_an_euler_loop_over_the_diffusers_class(name, latent, cf
     family = FAMILIES[name]
     case = Case(model=f"random:{name}", latent=latent, cfg=cfg, prompts=(5, 9))
     [result] = run_on_one([case])
-    error = relative_error(result, plain_euler(case, family, CALLS[name][0](wan_model(family))))
+    error = relative_error(result, plain_euler(case, family, CALLS[name][0](model_of(family))))
     print(f"relative error {error:.2e}")
     assert error < AGAINST_DIFFUSERS

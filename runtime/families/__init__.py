@@ -5,6 +5,7 @@ from __future__ import annotations
 from .chroma import CHROMA
 from .flux import FLUX, FLUX_CONTROL, FLUX_FILL, FLUX_SCHNELL
 from .flux2 import FLUX2
+from .ltx import LTX, LTX_CAUSAL
 from .qwen import QWEN, QWEN_2511
 from .sd3 import SD3
 from .spec import FamilySpec
@@ -15,7 +16,7 @@ from .zimage import ZIMAGE
 FAMILIES: dict[str, FamilySpec] = {
     family.name: family
     for family in (
-        *(WAN, WAN_I2V, WAN22_I2V, WAN22_TI2V),
+        *(WAN, WAN_I2V, WAN22_I2V, WAN22_TI2V, LTX, LTX_CAUSAL),
         *(FLUX, FLUX_SCHNELL, FLUX_FILL, FLUX_CONTROL, QWEN, QWEN_2511, ZIMAGE, FLUX2, CHROMA, SD3),
     )
 }

@@ -97,13 +97,15 @@ class LinearShard:
 class TensorSplit:
     """How a family is cut over the tensor axis.
 
-    `norms` is a pattern of the RMSNorms over the full width of a column's output, `attentions` one of the modules whose
+    `tables` is a pattern of modules whose outputs lie along the full width of a column's output, which are cut as that is.
+    `norms` is a pattern of the RMSNorms over that width, `attentions` one of the modules whose
     `heads` become those of this rank (empty: there are none; the class takes its heads from the size of a head).
     """
 
     linears: tuple[LinearShard, ...]
     attentions: str = ""
     norms: str = ""
+    tables: str = ""
 
 
 @dataclass(frozen=True)
@@ -216,8 +218,8 @@ class FamilySpec:
     way out. `nunchaku` are the 4-bit Linears that Nunchaku's files name in their own way or fuse, `nunchaku_file` the rest of how it writes them; `after_gelu` is a pattern
     of those whose input is the output of a GELU. `boundary`, for an architecture that comes as a pair of experts, is the
     sigma below which the one of low noise takes over. `picture_tokens` is the module that embeds the tokens of a picture
-    beside those of the prompt. With `frame_levels` the model is told the noise of each frame, and sees those that a mask
-    keeps as they are.
+    beside those of the prompt. With `levels` the model is told the noise of each frame or token, and sees what a mask keeps
+    as it is. `told_by` is whether the metadata of a file are those of this family, for families of the same tensors.
     """
 
     name: str
@@ -269,8 +271,9 @@ class FamilySpec:
     fused: tuple[Fused, ...] = ()
     boundary: float = 0.0
     picture_tokens: str = ""
-    frame_levels: bool = False
     activations: Activations | None = None
+    levels: Literal["", "frame", "token"] = ""
+    told_by: Callable[[Mapping[str, str]], bool] = lambda metadata: True
 
     def head_dim_of(self, config: Mapping[str, Any]) -> int:
         """How wide a head of the model is."""
