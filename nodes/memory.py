@@ -6,7 +6,7 @@ from comfy_api.latest import io
 
 from ..runtime.errors import in_our_words
 from .io_types import CATEGORY, Memory, searchable
-from .parts import COMPONENT_PLACES, OFFLOAD_KINDS, settings
+from .parts import COMPONENT_PLACES, FETCH_KINDS, OFFLOAD_KINDS, settings
 
 
 class OutriggerMemory(io.ComfyNode):
@@ -54,6 +54,16 @@ class OutriggerMemory(io.ComfyNode):
                     "it waits in host memory and comes to the device for each prompt",
                 ),
                 _place("vae_device", "VAE", "it is on the device once it has been used"),
+                io.Combo.Input(
+                    "fetch",
+                    options=list(FETCH_KINDS),
+                    optional=True,
+                    default=FETCH_KINDS[0],
+                    tooltip=(
+                        "How GPUs that share one picture (ulysses, ring) get a block. own: each copies all of it. gather: each "
+                        "copies a part, and they put it together. auto: what is faster, measured once."
+                    ),
+                ),
             ],
             outputs=[Memory.Output(display_name="memory", tooltip="Where the weights are kept, for Load Model.")],
         )
@@ -67,6 +77,7 @@ class OutriggerMemory(io.ComfyNode):
         prefetch: str = "1",
         text_encoder_device: str = "auto",
         vae_device: str = "auto",
+        fetch: str = "auto",
     ) -> bool:
         """Called when the prompt is queued, with what is not linked. True, or raises `ValueError`."""
         in_our_words(
@@ -76,6 +87,7 @@ class OutriggerMemory(io.ComfyNode):
             prefetch=prefetch,
             text_encoder_device=text_encoder_device,
             vae_device=vae_device,
+            fetch=fetch,
         )
         return True
 
@@ -87,6 +99,7 @@ class OutriggerMemory(io.ComfyNode):
         prefetch: str = "1",
         text_encoder_device: str = "auto",
         vae_device: str = "auto",
+        fetch: str = "auto",
     ) -> io.NodeOutput:
         memory = in_our_words(
             settings.MemorySettings,
@@ -95,6 +108,7 @@ class OutriggerMemory(io.ComfyNode):
             prefetch=prefetch,
             text_encoder_device=text_encoder_device,
             vae_device=vae_device,
+            fetch=fetch,
         )
         return io.NodeOutput(memory)
 

@@ -38,6 +38,7 @@ try:
         COMPONENT_PLACES,
         DTYPES,
         EXPERTS,
+        FETCH_KINDS,
         FROM_MODEL,
         MAX_DEGREE,
         MAX_STRENGTH,
@@ -52,5 +53,5 @@ except ImportError as reason:
     settings = convert = session = _Missing(reason)
     DTYPES, QUANT_KINDS, FROM_MODEL, TINY_SHAPES = ("auto",), ("none",), "from model", "tiny-shapes"
     SAMPLER_NAMES, SCHEDULER_NAMES, MAX_DEGREE, MAX_STRENGTH = ("euler",), ("simple",), 64, 100.0
-    OFFLOAD_KINDS, COMPONENT_PLACES = ("none",), ("auto",)
+    OFFLOAD_KINDS, COMPONENT_PLACES, FETCH_KINDS = ("none",), ("auto",), ("auto",)
     EXPERTS, BOTH_EXPERTS = (), "both"

@@ -24,7 +24,7 @@ class BlockRunner:
     def __init__(self, weights: Mapping[nn.Module, BlockWeights], *, prefetch: int, device: torch.device) -> None:
         self._weights, self._filler = list(weights.values()), SlotFiller(device)
         self._prefetch = min(prefetch, len(weights) - 1)
-        largest = max(each.layout.nbytes for each in self._weights)
+        largest = max(each.buffer_bytes for each in self._weights)
         self._free = [Slot(largest, device=device) for _ in range(self._prefetch + 1)]
         self._taken: dict[int, Slot] = {}
         self._running: int | None = None

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import diffusers
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 
 from .configuration import building, check_values
 from .errors import Refused
 from .facts import Source
+from .holding import HOST, Holding, Streamed, unit_of
 from .inspection import ModelFacts
 from .linear import local_part
+from .offload.host_copy import Share, share_parameters
 from .positions import AxisPositions, CentredPositions
 from .progress import ReportProgress
 from .protocol import LOADING
+from .quant.core import Core
 from .quant.svdquant.packing import padded
 from .read_ahead import read_ahead
 from .reading import WeightFile, check_shape, stored_bytes
-from .stored import FOUR_BIT, JOINED, TENSOR_SCALE, WEIGHT_SCALE, Stored
+from .release import release_memory
+from .stored import FOUR_BIT, JOINED, TENSOR_SCALE, Stored
 from .timesteps import TimestepWaves
 
 REPORTS = 50
@@ -33,30 +37,22 @@ READERS = 4
 NAMED = 5
 RANDOM_SEED = 0
 STAND_INS = {"timestep waves": TimestepWaves, "centred positions": CentredPositions, "axis positions": AxisPositions}
-HOST = torch.device("cpu")
 
 
 SCALES = (".wscales", ".wcscales", f".{TENSOR_SCALE}", ".smooth", ".smooth_factor")
 """Of the weights and the inputs of 4-bit Linears, as files call them."""
 Shapes = Mapping[str, torch.Size]
 """The full shape of each tensor of a model, by the name its class has for it."""
-NamedTensor = tuple[str, "torch.Tensor | None"]
-"""This rank's part of a tensor; None for one that it does without."""
 
 
-@dataclass(frozen=True)
-class Streamed:
-    """The tensors that come to the device for each run of their block: their names, by block. `from_file`: they are not
-    held at all.
+class Found(NamedTuple):
+    """This rank's part of a tensor; None of one that it does without, or that another rank makes. `stays`: it is used where
+    the file has it.
     """
 
-    blocks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    from_file: bool = False
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """Of all blocks."""
-        return frozenset(name for names in self.blocks.values() for name in names)
+    name: str
+    part: torch.Tensor | None
+    stays: bool = False
 
 
 def build_transformer(facts: ModelFacts) -> tuple[nn.Module, Shapes]:
@@ -127,33 +123,30 @@ def fill_transformer(
     device: torch.device,
     progress: ReportProgress,
     streamed: Streamed = Streamed(),
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Give the model its tensors: on `device`, in `dtype` but for what its family keeps in float32.
 
     Of a layer that is cut over ranks, this rank's part alone is read. On a CPU a tensor that has the right dtype and is
-    not cut stays where it is in the file, and ranks share its pages. What is `streamed` goes to the host, or is
-    left out where it will be read from the file. Raises `Refused` when the tensors are not those of the model,
-    `Cancelled` when the job is stopped.
+    not cut stays where it is in the file, and ranks share its pages; what else is in host memory lies there once for all
+    ranks of `group`, who hold the same. What is `streamed` goes to the host, or is left out where it will be read from the
+    file. Raises `Refused` when the tensors are not those of the model, `Cancelled` when the job is stopped.
     """
+    holding = Holding(facts, dtype, device, streamed, Share.of([unit_of(name, facts) for name in shapes], group))
     if facts.sources:
         _check_names(shapes, facts)
-
-    def moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        place = HOST if name in streamed.names else device
-        return tensor.to(device=place, dtype=held_dtype(name, tensor, facts, dtype))
-
     left_out = streamed.names if streamed.from_file else frozenset()
     sizes = {name: nbytes for name, nbytes in _stored_bytes(facts, shapes).items() if name not in left_out}
-    if facts.sources:
-        readers = 0 if streamed.from_file else READERS
-        tensors = _stored(
-            model, shapes, facts, sizes.keys(), mapped=not streamed.from_file, readers=readers, moved=moved
-        )
-    else:
-        tensors = _random_parts(model, shapes, moved=moved)
-    for name, tensor in _told(tensors, sizes, progress):
+    tensors = _stored(model, shapes, holding, sizes.keys()) if facts.sources else _random_parts(model, shapes, holding)
+    mapped = []
+    for name, tensor, stays in _told(tensors, sizes, progress):
         if tensor is not None:
-            local_part(model, name).place(tensor)
+            part = local_part(model, name)
+            part.place(tensor)
+            mapped += [getattr(part.module, part.leaf)] if stays else []
+    if group is not None or device.type == "cuda":
+        _share_host_copy(model, mapped, group)
+    release_memory()  # what the weights were made from
     for module in model.modules():
         for leaf, table in module.named_buffers(recurse=False):
             setattr(module, leaf, table.to(device))
@@ -163,13 +156,12 @@ def fill_transformer(
             raise RuntimeError(f"{name} of {facts.spec.transformer_class} was left without a value")
 
 
-def held_dtype(name: str, tensor: torch.Tensor, facts: ModelFacts, dtype: torch.dtype) -> torch.dtype | None:
-    """What a tensor is converted to; None for codes that another tensor scales, and for scales, which stay as they are."""
-    layer, _, leaf = name.rpartition(".")
-    coded = layer in facts.stored and leaf != "bias" and tensor.element_size() == 1
-    if coded or leaf in (WEIGHT_SCALE, TENSOR_SCALE) or not tensor.is_floating_point():
-        return None
-    return torch.float32 if facts.spec.stays_float32(name) else dtype
+def _share_host_copy(model: nn.Module, mapped: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Put what this rank has made in host memory where the others can map it; first what is streamed, in its order."""
+    left = {id(parameter) for parameter in mapped}
+    made = [name for name, each in model.named_parameters() if each.device == HOST and id(each) not in left]
+    in_cores = {name for name in made if isinstance(model.get_submodule(name.rpartition(".")[0]), Core)}
+    share_parameters(model, sorted(made, key=lambda name: name not in in_cores), group=group)
 
 
 def _check_names(shapes: Shapes, facts: ModelFacts) -> None:
@@ -192,49 +184,42 @@ def _stored_bytes(facts: ModelFacts, shapes: Shapes) -> dict[str, int]:
     return {name: nbytes for source in facts.sources for name, nbytes in stored_bytes(source).items()}
 
 
-def _told(tensors: Iterable[NamedTensor], sizes: Mapping[str, int], progress: ReportProgress) -> Iterator[NamedTensor]:
+def _told(tensors: Iterable[Found], sizes: Mapping[str, int], progress: ReportProgress) -> Iterator[Found]:
     """The tensors, with progress in bytes: of whole tensors, so that all ranks tell the same."""
     total, done, told = sum(sizes.values()), 0, 0
-    for count, (name, tensor) in enumerate(tensors, start=1):
-        yield name, tensor
-        done += sizes[name]
+    for count, found in enumerate(tensors, start=1):
+        yield found
+        done += sizes[found.name]
         if (done - told) * REPORTS >= total or count == len(sizes):
             told = done
             progress(LOADING, done, total)
 
 
-def _stored(
-    model: nn.Module,
-    shapes: Shapes,
-    facts: ModelFacts,
-    wanted: Collection[str],
-    *,
-    mapped: bool,
-    readers: int,
-    moved: Callable[[str, torch.Tensor], torch.Tensor],
-) -> Iterator[NamedTensor]:
-    """This rank's part of each tensor that is wanted, `moved` to where it is used."""
+def _stored(model: nn.Module, shapes: Shapes, holding: Holding, wanted: Collection[str]) -> Iterator[Found]:
+    """This rank's part of each tensor that is wanted, moved to where it is used."""
+    from_file, facts = holding.streamed.from_file, holding.facts
     for source in facts.sources:
         try:
-            with WeightFile(source, mapped=mapped) as file:
+            with WeightFile(source, mapped=not from_file) as file:
 
-                def read(name: str, file: WeightFile = file, source: Source = source) -> NamedTensor:
-                    check_shape(file.get_slice(name), name, shapes=shapes, source=source, facts=facts)
-                    tensor = file.part(name, local_part(model, name))
+                def read(name: str, file: WeightFile = file, source: Source = source) -> Found:
+                    piece, part = file.get_slice(name), local_part(model, name)
+                    check_shape(piece, name, shapes=shapes, source=source, facts=facts)
+                    stays = part is not None and holding.stays_mapped(name, piece, part, source)
+                    tensor = file.part(name, part, stays=stays) if stays or holding.is_made_here(name) else None
                     _check_finite(tensor, source.names[name], source.path)
-                    return name, tensor if tensor is None else moved(name, tensor)
+                    return Found(name, holding.moved(name, tensor), stays)
 
-                yield from read_ahead(read, [name for name in source.names if name in wanted], threads=readers)
+                names = [name for name in source.names if name in wanted]
+                yield from read_ahead(read, names, threads=0 if from_file else READERS)
         except (OSError, SafetensorError) as error:
             raise Refused(f"{source.path} cannot be read: {error}") from error
 
 
-def _random_parts(
-    model: nn.Module, shapes: Shapes, *, moved: Callable[[str, torch.Tensor], torch.Tensor]
-) -> Iterator[NamedTensor]:
+def _random_parts(model: nn.Module, shapes: Shapes, holding: Holding) -> Iterator[Found]:
     for name, tensor in random_tensors(shapes):
-        part = local_part(model, name)
-        yield name, part and moved(name, part.cut.take(tensor))
+        part = local_part(model, name) if holding.is_made_here(name) else None
+        yield Found(name, holding.moved(name, part and part.cut.take(tensor)))
 
 
 def random_tensors(shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:

@@ -32,6 +32,10 @@ class Source:
         """Whether it is a .gguf file, and no .safetensors file."""
         return self.path.suffix.lower() == GGUF_SUFFIX
 
+    def widens(self, name: str) -> bool:
+        """Whether reading a tensor of the model makes other numbers of it than the file has."""
+        return self.is_gguf and self.names[name] not in self.packed
+
 
 @dataclass(frozen=True)
 class ModelFacts:

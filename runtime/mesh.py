@@ -96,6 +96,21 @@ class Mesh:
             self._groups[key] = _own_group(key, self._degrees)
         return self._groups.get(key)
 
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values, on every rank. All ranks call it together."""
+        if self.control is None:
+            return value
+        number = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self.control)
+        return int(number)
+
+    def own_group(self, *axes: str) -> dist.ProcessGroup | None:
+        """A new group of the ranks that differ from this one along `axes` alone, for a thread that talks beside the others;
+        None when it is the only one. All ranks ask for it together.
+        """
+        key = tuple(axis for axis, degree in self._degrees.items() if axis in axes and degree > 1)
+        return _new_group(key, self._degrees) if key else None
+
     def agree(self, value: int) -> int:
         """Rank 0's value, on every rank. All ranks call it together."""
         if self.control is None:
@@ -129,6 +144,10 @@ def _own_group(axes: tuple[str, ...], degrees: Mapping[str, int]) -> dist.Proces
     """
     if math.prod(degrees[axis] for axis in axes) == dist.get_world_size():
         return dist.group.WORLD
+    return _new_group(axes, degrees)
+
+
+def _new_group(axes: tuple[str, ...], degrees: Mapping[str, int]) -> dist.ProcessGroup:
     sizes = tuple(degrees.values())
     members: dict[tuple[int, ...], list[int]] = {}
     for rank in range(math.prod(sizes)):

@@ -22,6 +22,7 @@ from .lora.apply import Loras
 from .lora.experts import use_on
 from .lora.names import LayerNames
 from .mesh import Mesh
+from .offload.host_copy import sharing
 from .parts import check_parts
 from .picture_tokens import read_pictures
 from .prediction import ByNoise, Predictor, check_positions
@@ -238,13 +239,14 @@ def _load_expert(
     if facts.spec.picture_tokens:
         read_pictures(transformer.get_submodule(facts.spec.picture_tokens))
     held = {"shapes": shapes, "dtype": _dtype(settings, mesh), "device": mesh.device}
-    streamed = choose_streamed(transformer, facts, settings.memory, **held)
-    fill_transformer(transformer, facts, streamed=streamed, progress=progress, **held)
+    streamed = choose_streamed(transformer, facts, settings.memory, mesh=mesh, **held)
+    copies = sharing(mesh.group("data", "cfg", "ring", "ulysses"))
+    fill_transformer(transformer, facts, streamed=streamed, progress=progress, group=copies, **held)
     if sequence.can_split:
         hold_hooks(transformer, [place.module for place in facts.spec.split.gathered])
         split_tokens(transformer, facts.spec.split, self_attention=facts.spec.self_attention, sequence=sequence)
     filled = weigh([transformer])
-    slots = stream_weights(transformer, facts, streamed, settings.memory, **held)
+    slots = stream_weights(transformer, facts, streamed, settings.memory, mesh=mesh, **held)
     in_host = Bytes(host=filled.host - weigh([transformer]).host)
     loras = Loras(transformer, partial(LayerNames, facts.spec), **held)
     return Expert(transformer, facts, loras, in_host + Bytes.on(mesh.device, slots))

@@ -25,7 +25,7 @@ mapped_safetensors = partial(safe_open, framework="pt", device="cpu")
 
 
 class WeightFile:
-    """A source open in two ways: `mapped`, for what may stay where it is, and read, for parts. Several threads may read.
+    """A source open in two ways: `mapped`, for what stays where it is, and read, for the rest. Several threads may read.
 
     Of what is mapped the pages, and more around them, count as this process's memory for as long as a tensor of it is held.
     """
@@ -46,13 +46,13 @@ class WeightFile:
         """What the file has for a tensor of the model, nothing of it read."""
         return self._reader.get_slice(self._source.names[name])
 
-    def part(self, name: str, part: LocalPart | None) -> torch.Tensor | None:
-        """A rank's part of a tensor of the model; None for one that it does without."""
+    def part(self, name: str, part: LocalPart | None, *, stays: bool = True) -> torch.Tensor | None:
+        """A rank's part of a tensor of the model, left in the file where it `stays`; None for one that it does without."""
         if part is None:
             return None
         rows = self._source.rows.get(name, ())
         if part.cut == WHOLE:
-            full = self._whole.get_tensor(self._source.names[name])
+            full = (self._whole if stays else self._reader).get_tensor(self._source.names[name])
             return RowsOf(full, rows)[slice(None),] if rows else full
         stored = self.get_slice(name)
         return part.cut.take(RowsOf(stored, rows) if rows else stored)

@@ -37,6 +37,7 @@ EXPERTS = ("high noise", "low noise")
 """Of a pair that takes turns, in the order in which they run."""
 BOTH_EXPERTS = "both"
 OFFLOAD_KINDS = ("none", "layerwise", "disk")
+FETCH_KINDS = ("auto", "own", "gather")
 COMPONENT_PLACES = ("auto", "device", "cpu", "on-demand")
 
 AUTO = "auto"
@@ -138,7 +139,8 @@ class MemorySettings(Settings):
 
     `offload` "none": on the device. "layerwise": in host memory. "disk": in their file, which is read anew in each step.
     `resident_blocks` stay on the device all the same, and `prefetch` blocks are on their way while one runs: a count such as
-    "2" or a part of all such as "0.25"; resident blocks "auto" are as many as the free memory holds.
+    "2" or a part of all such as "0.25"; resident blocks "auto" are as many as the free memory holds. `fetch` is for ranks
+    that share a picture's tokens: each copies its "own" blocks, or a part of each that they "gather"; "auto" measures once.
 
     `text_encoder_device` and `vae_device` "device": there all the time; "cpu": they run on the processor; "on-demand": read
     for each use, and let go of after it. "auto": the text encoder waits in host memory, the VAE on the device.
@@ -149,6 +151,7 @@ class MemorySettings(Settings):
     prefetch: str = "1"
     text_encoder_device: Literal["auto", "device", "cpu", "on-demand"] = "auto"
     vae_device: Literal["auto", "device", "cpu", "on-demand"] = "auto"
+    fetch: Literal["auto", "own", "gather"] = "auto"
 
     @field_validator("resident_blocks", "prefetch")
     @classmethod
@@ -161,10 +164,10 @@ class MemorySettings(Settings):
 
     @model_validator(mode="after")
     def _amounts_are_used(self) -> MemorySettings:
-        if self.offload == "none" and (self.resident_blocks != AUTO or self.prefetch != "1"):
+        if self.offload == "none" and (self.resident_blocks, self.prefetch, self.fetch) != (AUTO, "1", AUTO):
             raise ValueError(
-                f"resident_blocks {self.resident_blocks} and prefetch {self.prefetch} are for offload layerwise or disk, but "
-                f"offload is none: choose one of those, or leave them at auto and 1"
+                f"resident_blocks {self.resident_blocks}, prefetch {self.prefetch} and fetch {self.fetch} are for offload "
+                f"layerwise or disk, but offload is none: choose one of those, or leave them at auto, 1 and auto"
             )
         return self
 

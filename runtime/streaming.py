@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from .blocks import BlockRunner
-from .checkpoint import Shapes, Streamed, held_dtype
+from .checkpoint import Shapes
 from .errors import Refused
+from .free_memory import free_bytes
+from .holding import Streamed, held_dtype
 from .inspection import ModelFacts
 from .linear import LocalPart, local_part, parallel_linear
+from .mesh import Mesh
 from .offload.choice import streamed_blocks
+from .offload.gathered import GatheredWeights, is_faster
 from .offload.layout import Held, Layout
-from .offload.parts import stored_part
+from .offload.parts import MemoryPart, stored_part
+from .offload.pinned import PieceWeights, PinnedMemory
 from .offload.tensor_file import TensorFile
-from .offload.weights import BlockWeights, ReadWeights, StagedWeights, Staging, host_weights
+from .offload.weights import BlockWeights, ReadWeights, StagedWeights, Staging
 from .quant.core import Core
 from .reading import check_shape, opener
-from .settings import MemorySettings, amount_of
+from .settings import AUTO, MemorySettings, amount_of
 
 BIAS = "bias"
 
@@ -33,6 +39,7 @@ def choose_streamed(
     shapes: Shapes,
     dtype: torch.dtype,
     device: torch.device,
+    mesh: Mesh,
 ) -> Streamed:
     """What to stream, of a transformer that has no weights yet: every Linear of those blocks becomes a `ParallelLinear`.
 
@@ -41,7 +48,7 @@ def choose_streamed(
     from_file = memory.offload == "disk"
     if from_file and not facts.sources:
         raise Refused(f"offload disk: {facts.name} has random weights, which are in no file: choose offload layerwise")
-    blocks = streamed_blocks(transformer, facts.spec.blocks, memory, dtype=dtype, device=device)
+    blocks = streamed_blocks(transformer, facts.spec.blocks, memory, dtype=dtype, free=partial(_free_everywhere, mesh))
     for block in blocks:
         _hold_linears(transformer.get_submodule(block))
     ordered = [name for source in facts.sources for name in source.names] or list(shapes)
@@ -49,6 +56,11 @@ def choose_streamed(
     for name in (name for listed in names.values() for name in listed if from_file):
         _held(local_part(transformer, name), name, facts, dtype)  # refused here, before a weight is read
     return Streamed(names, from_file=from_file)
+
+
+def _free_everywhere(mesh: Mesh) -> int:
+    """Bytes that every rank has free, so that all stream the same blocks; ranks on the processor share its memory."""
+    return mesh.least(free_bytes(mesh.device) // (mesh.world if mesh.device.type == "cpu" else 1))
 
 
 def _hold_linears(block: nn.Module) -> None:
@@ -70,24 +82,52 @@ def stream_weights(
     shapes: Shapes,
     dtype: torch.dtype,
     device: torch.device,
+    mesh: Mesh,
 ) -> int:
     """Have the weights of the streamed blocks come in before each runs, and go out after it; the bytes of the slots that they
     come into.
     """
-    weights: dict[nn.Module, BlockWeights] = {}
-    files = {source.path: opener(source, mapped=False)(source.path) for source in facts.sources if streamed.from_file}
-    for block, names in streamed.blocks.items():
-        module = transformer.get_submodule(block)
-        if streamed.from_file:
-            weights[module] = _file_weights(transformer, facts, names, files, shapes=shapes, dtype=dtype)
-        else:
-            weights[module] = host_weights(Layout(Held.all_of(module)), pinned=device.type == "cuda")
-    if weights and streamed.from_file and device.type == "cuda":
-        staging = Staging(max(each.layout.nbytes for each in weights.values()), device=device)
-        weights = {module: StagedWeights(each, staging) for module, each in weights.items()}
-    if not weights:
+    modules = {transformer.get_submodule(block): names for block, names in streamed.blocks.items()}
+    if not modules:
         return 0
+    if streamed.from_file:
+        files = {source.path: opener(source, mapped=False)(source.path) for source in facts.sources}
+        options = {"shapes": shapes, "dtype": dtype}
+        read = {module: _file_weights(transformer, facts, names, files, **options) for module, names in modules.items()}
+        weights = read if device.type == "cpu" else _staged(read, device)
+    else:
+        weights = _host_weights({module: Layout(Held.all_of(module)) for module in modules}, device)
+    weights = _fetched(weights, memory.fetch, mesh)
     return BlockRunner(weights, prefetch=amount_of(memory.prefetch, len(weights)), device=device).slot_bytes
+
+
+def _fetched(weights: Mapping[nn.Module, BlockWeights], fetch: str, mesh: Mesh) -> Mapping[nn.Module, BlockWeights]:
+    """Weights as they are, or gathered by the ranks that share the tokens, whichever is faster or wanted."""
+    may_gain = fetch == "gather" or (fetch == AUTO and mesh.device.type == "cuda")
+    group = mesh.own_group("ring", "ulysses") if may_gain else None
+    if group is None:
+        return weights
+    gathered = {module: GatheredWeights(each, group) for module, each in weights.items()}
+    first = next(iter(weights))
+    if fetch == "gather" or is_faster(gathered[first], weights[first], group, device=mesh.device):
+        return gathered
+    return weights
+
+
+def _host_weights(layouts: Mapping[nn.Module, Layout], device: torch.device) -> Mapping[nn.Module, BlockWeights]:
+    """Where the modules hold them now: for a GPU in pinned memory, else the pages of the file too."""
+    if device.type == "cuda":
+        memory = PinnedMemory(each.tensor for layout in layouts.values() for each in layout.held)
+        return {module: PieceWeights(layout, memory) for module, layout in layouts.items()}
+    return {
+        module: ReadWeights(layout, [MemoryPart(each.tensor.detach()) for each in layout.held])
+        for module, layout in layouts.items()
+    }
+
+
+def _staged(read: Mapping[nn.Module, ReadWeights], device: torch.device) -> Mapping[nn.Module, BlockWeights]:
+    staging = Staging(max(each.layout.nbytes for each in read.values()), device=device)
+    return {module: StagedWeights(weights, staging) for module, weights in read.items()}
 
 
 def _file_weights(

@@ -25,7 +25,7 @@ from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.protocol import Conditioning, Sample
-from runtime.settings import MemorySettings, ModelSettings, SampleSettings
+from runtime.settings import LoraSettings, MemorySettings, ModelSettings, SampleSettings
 from tests.processes import run_ranks
 
 TIMEOUT_SECONDS = 600
@@ -75,6 +75,7 @@ class Case:
     family: str = ""
     """Of a model that is given by its path."""
     memory: dict[str, str] = field(default_factory=dict)
+    loras: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         degrees = " ".join(f"{axis}{degree}" for axis, degree in self.degrees.items())
@@ -83,7 +84,8 @@ class Case:
         model += "" if self.quant == "none" else f" {self.quant}"
         settings = f"{self.sampler} {self.scheduler} {'' if self.padded else 'unpadded '}{self.regions}".rstrip()
         memory = " ".join(f"{name} {value}" for name, value in self.memory.items())
-        return f"{self.family or model} {degrees} {shape} cfg{self.cfg:g} {prompts} {settings} {memory}".rstrip()
+        lora = "lora" if self.loras else ""
+        return f"{self.family or model} {degrees} {shape} cfg{self.cfg:g} {prompts} {settings} {memory} {lora}".rstrip()
 
 
 def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
@@ -163,6 +165,7 @@ def run_case(case: Case, mesh: Mesh, pipelines: dict[Any, Pipeline]) -> torch.Te
         kinds = {"dtype": case.dtype, "quant": case.quant, "memory": MemorySettings(**case.memory)}
         settings = ModelSettings(model=case.model, **kinds)
         pipelines[key] = Pipeline.load(settings, mesh=mesh, progress=ignore_progress)
+    pipelines[key].use_loras([LoraSettings(path=path) for path in case.loras])
     return pipelines[key].sample(sample_request(case), progress=ignore_progress)
 
 

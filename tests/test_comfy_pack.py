@@ -24,7 +24,7 @@ NODE_INPUTS = {
     "model_low_noise boundary",
     "OutriggerLora": "model* lora_name* strength_model fuse strength_clip expert",
     "OutriggerParallelism": "devices ulysses ring tensor cfg data",
-    "OutriggerMemory": "offload resident_blocks prefetch text_encoder_device vae_device",
+    "OutriggerMemory": "offload resident_blocks prefetch text_encoder_device vae_device fetch",
     "OutriggerTextEncode": "model* text*",
     "OutriggerSampler": "model* positive* latent_image* seed steps cfg sampler_name scheduler negative denoise shift max_shift base_shift",
     "OutriggerSamplerAdvanced": "model* positive* latent_image* add_noise noise_seed steps cfg sampler_name scheduler negative "

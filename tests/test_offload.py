@@ -18,7 +18,8 @@ from runtime.families import FAMILIES
 from runtime.linear import ParallelLinear
 from runtime.mesh import Mesh
 from runtime.offload.layout import Held, Layout
-from runtime.offload.weights import host_weights
+from runtime.offload.parts import MemoryPart
+from runtime.offload.weights import ReadWeights
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.settings import MemorySettings, ModelSettings, amount_of
@@ -126,7 +127,8 @@ class Steps:
         self.filled: list[int] = []
         weights = {}
         for number, block in enumerate(self.blocks):
-            stored = host_weights(Layout(Held.all_of(block)), pinned=False)
+            layout = Layout(Held.all_of(block))
+            stored = ReadWeights(layout, [MemoryPart(each.tensor.detach()) for each in layout.held])
             weights[block] = Counted(stored, number, self.filled)
         self.expected = [
             (block.core.weight.clone(), block.bias.clone()) for block in self.blocks

@@ -15,6 +15,7 @@ from ..settings import (
     COMPONENT_PLACES,
     DTYPES,
     EXPERTS,
+    FETCH_KINDS,
     OFFLOAD_KINDS,
     QUANT_KINDS,
     LoraSettings,
@@ -62,6 +63,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--resident-blocks", default=AUTO, metavar="N", help="blocks that stay on the device: auto, 2, or 0.25 of them"
     )
     parser.add_argument("--prefetch", default="1", metavar="N", help="blocks on their way while one runs: 2, or 0.25")
+    parser.add_argument(
+        "--fetch", choices=FETCH_KINDS, default=AUTO,
+        help="how ranks that share a picture get a block: each all of it, or each a part that they put together",
+    )  # fmt: skip
     for part in ("text encoder", "VAE"):
         parser.add_argument(
             f"--{part.lower().replace(' ', '-')}-device", choices=COMPONENT_PLACES, default=AUTO,
@@ -82,7 +87,7 @@ def model_settings(chosen: argparse.Namespace, **parts: str) -> ModelSettings:
     """
     parallel = _parallel_settings(chosen)
     amounts = {"resident_blocks": str(chosen.resident_blocks), "prefetch": str(chosen.prefetch)}
-    places = {name: getattr(chosen, name) for name in ("text_encoder_device", "vae_device")}
+    places = {name: getattr(chosen, name) for name in ("text_encoder_device", "vae_device", "fetch")}
     memory = checked(MemorySettings, offload=chosen.offload, **amounts, **places)
     loras = tuple(map(_lora_settings, chosen.lora))
     fields = {"dtype": chosen.dtype, "quant": chosen.quant, "loras": loras, "memory": memory}

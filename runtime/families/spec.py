@@ -315,9 +315,14 @@ class FamilySpec:
         """Whether a layer with a matrix is a Linear, as far as that is known: those of the blocks are, and those that are cut."""
         return self.in_block(layer) or any(re.fullmatch(shard.pattern, layer) for shard in self.tensor.linears)
 
+    def block_of(self, name: str) -> str:
+        """The block that a tensor or a layer is in; empty for one outside of the blocks."""
+        found = re.match(rf"(?:{'|'.join(map(re.escape, self.blocks))})\.\d+(?=\.)", name)
+        return found[0] if found else ""
+
     def in_block(self, linear: str) -> bool:
         """Whether a Linear is one of a block."""
-        return any(re.match(rf"{block}\.\d+\.", linear) for block in self.blocks)
+        return bool(self.block_of(linear))
 
     def stays_float32(self, name: str) -> bool:
         """Whether a tensor is held in float32, whatever number format is asked for."""

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from .layout import Layout
-from .parts import MemoryPart, Part
+from .parts import Part
 
 
-class BlockWeights(Protocol):
+class BlockWeights:
     """Where a block's weights lie while it does not run."""
 
-    layout: Layout
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What a buffer on the device that takes all of them has to have."""
+        return self.layout.nbytes
 
     def fill(self, buffer: torch.Tensor, start: int = 0) -> None:
         """Copy them, from one of the layout's bytes on, into a buffer of bytes on the device."""
+        raise NotImplementedError
 
 
 class Piece(NamedTuple):
@@ -28,11 +35,12 @@ class Piece(NamedTuple):
     place: slice
 
 
-class ReadWeights:
+class ReadWeights(BlockWeights):
     """Read part by part each time: from their file, or from where the modules hold them in host memory."""
 
     def __init__(self, layout: Layout, parts: Sequence[Part]) -> None:
-        self.layout, self._parts = layout, tuple(parts)
+        super().__init__(layout)
+        self._parts = tuple(parts)
 
     def fill(self, buffer: torch.Tensor, start: int = 0) -> None:
         """Read them into a buffer of bytes on the CPU."""
@@ -49,21 +57,6 @@ class ReadWeights:
                 yield Piece(part, first - span.start, slice(first - start, last - start))
 
 
-class PinnedWeights:
-    """In host memory in one pinned piece, which a GPU copies by itself."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self._piece = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=True)
-        for view, each in zip(layout.views(self._piece), layout.held, strict=True):
-            view.copy_(each.tensor)
-
-    def fill(self, buffer: torch.Tensor, start: int = 0) -> None:
-        """Copy them into a buffer of bytes on the device."""
-        piece = self._piece[start : start + len(buffer)]
-        buffer[: len(piece)].copy_(piece, non_blocking=True)
-
-
 class Staging:
     """A pinned buffer through which what is read from a file comes to a GPU, one block after the other."""
 
@@ -75,28 +68,20 @@ class Staging:
         """Read weights, from one of their bytes on, into a buffer on the device, once the block before has been copied."""
         if self._copied is not None:
             self._copied.synchronize()
-        read = self._buffer[: min(len(buffer), weights.layout.nbytes - start)]
+        read = self._buffer[: min(len(buffer), max(0, weights.layout.nbytes - start))]
         weights.fill(read, start)
         buffer[: len(read)].copy_(read, non_blocking=True)
         if buffer.is_cuda:
             self._copied = torch.cuda.current_stream().record_event()
 
 
-class StagedWeights:
+class StagedWeights(BlockWeights):
     """Weights that are read from a file, for a device that the file cannot be read into."""
 
     def __init__(self, weights: ReadWeights, staging: Staging) -> None:
-        self.layout, self._weights, self._staging = weights.layout, weights, staging
+        super().__init__(weights.layout)
+        self._weights, self._staging = weights, staging
 
     def fill(self, buffer: torch.Tensor, start: int = 0) -> None:
         """Copy them into a buffer of bytes on the device."""
         self._staging.fill(buffer, self._weights, start)
-
-
-def host_weights(layout: Layout, *, pinned: bool) -> BlockWeights:
-    """Weights in host memory: pinned for a GPU, else where the modules hold them now, which for a tensor that is used as its
-    file has it is the file itself, whose pages all ranks share.
-    """
-    if pinned:
-        return PinnedWeights(layout)
-    return ReadWeights(layout, [MemoryPart(each.tensor.detach()) for each in layout.held])

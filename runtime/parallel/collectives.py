@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.14
 
@@ -16,6 +17,19 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     gathered = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
     _all_gather(gathered.flatten(0, 1), tensor, group=group)
     return gathered
+
+
+def complete(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill a buffer of which each rank of the group has filled one of the equal parts, by rank."""
+    _all_gather(buffer, buffer.chunk(dist.get_world_size(group))[dist.get_rank(group)], group=group)
+
+
+def all_gather_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """What each rank of the group says, by rank; along the CPU."""
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    lengths = [int(length) for length in all_gather(torch.tensor([len(own)]), group)]
+    parts = all_gather(F.pad(own, (0, max(lengths) - len(own))), group)
+    return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
 
 def pass_on(sent: torch.Tensor, received: torch.Tensor, *, group: dist.ProcessGroup) -> Callable[[], None]:
