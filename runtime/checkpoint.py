@@ -197,10 +197,10 @@ def _told(tensors: Iterable[Found], sizes: Mapping[str, int], progress: ReportPr
 
 def _stored(model: nn.Module, shapes: Shapes, holding: Holding, wanted: Collection[str]) -> Iterator[Found]:
     """This rank's part of each tensor that is wanted, moved to where it is used."""
-    from_file, facts = holding.streamed.from_file, holding.facts
+    facts = holding.facts
     for source in facts.sources:
         try:
-            with WeightFile(source, mapped=not from_file) as file:
+            with WeightFile(source, mapped=not holding.streamed.from_file) as file:
 
                 def read(name: str, file: WeightFile = file, source: Source = source) -> Found:
                     piece, part = file.get_slice(name), local_part(model, name)
@@ -211,7 +211,7 @@ def _stored(model: nn.Module, shapes: Shapes, holding: Holding, wanted: Collecti
                     return Found(name, holding.moved(name, tensor), stays)
 
                 names = [name for name in source.names if name in wanted]
-                yield from read_ahead(read, names, threads=0 if from_file else READERS)
+                yield from read_ahead(read, names, threads=READERS if holding.reads_in_threads else 0)
         except (OSError, SafetensorError) as error:
             raise Refused(f"{source.path} cannot be read: {error}") from error
 

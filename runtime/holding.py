@@ -43,6 +43,13 @@ class Holding:
     streamed: Streamed
     share: Share
 
+    @property
+    def reads_in_threads(self) -> bool:
+        """Not where ranks on the processor deal the work among them, or host memory is short: what threads of glibc have
+        freed it keeps for them.
+        """
+        return self.device.type != "cpu" or not (self.streamed.from_file or self.share.group is not None)
+
     def place(self, name: str) -> torch.device:
         """Where a tensor goes."""
         return HOST if name in self.streamed.names else self.device

@@ -19,7 +19,7 @@ from runtime.linear import ParallelLinear
 from runtime.mesh import Mesh
 from runtime.offload.layout import Held, Layout
 from runtime.offload.parts import MemoryPart
-from runtime.offload.weights import ReadWeights
+from runtime.offload.weights import BlockWeights, ReadWeights
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.settings import MemorySettings, ModelSettings, amount_of
@@ -141,13 +141,14 @@ class Steps:
         return all(torch.equal(self.blocks[n](x), torch.nn.functional.linear(x, *self.expected[n])) for n in numbers)
 
 
-class Counted:
+class Counted(BlockWeights):
     """Weights that note when they are filled in."""
 
     def __init__(self, weights, number, filled):
-        self.layout, self._weights, self._number, self._filled = weights.layout, weights, number, filled
+        super().__init__(weights.layout)
+        self._weights, self._number, self._filled = weights, number, filled
 
-    def fill(self, buffer):
+    def fill(self, buffer, start=0):
         self._filled.append(self._number)
         self._weights.fill(buffer)
 
