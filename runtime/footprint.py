@@ -67,7 +67,7 @@ def _elements_held(facts: ModelFacts, name: str, shape: tuple[int, ...], degree:
         if re.fullmatch(shard.pattern, module):
             if shard.mode == "row" and leaf == "bias":
                 return math.prod(shape)
-            grain = 1 if shard.mode == "gather" else facts.head_dim
+            grain = shard.grain(facts.head_dim)
             return _cut(shape, 1 if shard.mode == "row" else 0, degree, blocks=shard.blocks, grain=grain)
     if split.norms and re.fullmatch(split.norms, module):
         return _cut(shape, 0, degree, grain=facts.head_dim)

@@ -239,7 +239,7 @@ def swap_linears(
             model.get_submodule(name),
             mode=shard.mode,
             blocks=shard.blocks,
-            grain=1 if shard.mode == "gather" else head_dim,
+            grain=shard.grain(head_dim),
             group=group,
             stored=stored.get(name),
         )
@@ -258,9 +258,10 @@ def _cut_attentions(model: nn.Module, split: TensorSplit, head_dim: int, group: 
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     for name in modules_called(model, split.attentions) if split.attentions else ():
         attention = model.get_submodule(name)
-        if attention.heads < degree:
+        groups, rest = divmod(attention.heads, split.together)
+        if groups < degree or rest:
             raise ValueError(f"{attention.heads} heads of {name} cannot be dealt to {degree} ranks")
-        attention.heads = even_lengths(attention.heads, degree)[rank]
+        attention.heads = split.together * even_lengths(groups, degree)[rank]
 
 
 def _cutting(head_dim: int, group: dist.ProcessGroup) -> Callable[[nn.Module, tuple, tuple], tuple]:

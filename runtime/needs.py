@@ -49,7 +49,10 @@ class Needs:
             formula = " x ".join(f"{axis} {degree}" for axis, degree in sharing.items())
             product = f" = {ranks}" if len(sharing) > 1 else ""
             return f"{formula}{product} is more than the {heads} attention heads of {name}: {ranks} ranks for {heads} heads"
-        return self._idle(degrees) or self._cut_group(degrees.get("tensor", 1))
+        tensor, groups = degrees.get("tensor", 1), heads // self.facts.spec.tensor.together
+        if tensor > groups:
+            return f"tensor {tensor} is more than the {groups} heads of keys and values of {name}"
+        return self._idle(degrees) or self._cut_group(tensor)
 
     def _idle(self, degrees: Mapping[str, int]) -> str:
         """Which ranks would have nothing to do; empty when all have."""
@@ -79,7 +82,7 @@ class Needs:
             if tensor == 1 or group == 1 or shard is None or shard.mode != "row":
                 continue
             unit = shape[1] // sum(shard.blocks)
-            cuts = (grained_lengths(block * unit, tensor, self.facts.head_dim) for block in shard.blocks)
+            cuts = (grained_lengths(block * unit, tensor, shard.grain(self.facts.head_dim)) for block in shard.blocks)
             *ends, _ = accumulate(chain.from_iterable(cuts))
             if any(end % group for end in ends):
                 return (

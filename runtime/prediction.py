@@ -90,6 +90,8 @@ def _input(source: str, conditioning: Conditioning, pictures: tuple[torch.Tensor
         return latent.new_zeros(tokens, 3, dtype=torch.float32)
     if source == "text_places":
         return F.pad(torch.arange(tokens, dtype=torch.float32, device=latent.device)[:, None], (3, 0))
+    if source == "whole_mask":
+        return torch.ones_like(conditioning.embedding[..., 0], dtype=torch.bool)
     if source == "image_shapes":
         return [[patches(picture.shape, patch) for picture in pictures]] * len(latent)
     if source in ("video_places", "causal_video_places"):

@@ -116,11 +116,16 @@ class Sequence:
         """The full tensor from every rank's part."""
         if self._groups is None:
             return tensor
-        lengths = self._lengths[place.stream]
-        if place.behind:
-            tensor = tensor.narrow(place.dim, 0, lengths[self._rank])
-        full = gather_tokens(tensor, lengths=lengths, group=self._groups.everyone, dim=place.dim)
-        return full.narrow(place.dim, 0, self._totals[place.stream])
+        streams = (place.stream, *place.behind)
+        by_rank = list(zip(*(self._lengths[stream] for stream in streams), strict=True))
+        lengths, dim = tuple(map(sum, by_rank)), place.dim
+        full = gather_tokens(tensor, lengths=lengths, group=self._groups.everyone, dim=dim)
+        if not place.behind:
+            return full.narrow(dim, 0, self._totals[place.stream])
+        parts = full.split([length for rank in by_rank for length in rank], dim=dim)
+        wholes = (torch.cat(parts[number :: len(streams)], dim=dim) for number in range(len(streams)))
+        kept = [whole.narrow(dim, 0, self._totals[stream]) for whole, stream in zip(wholes, streams, strict=True)]
+        return torch.cat(kept, dim=dim)
 
     def leave_out(self, stream: str, mask: torch.Tensor | None) -> None:
         """Say which tokens of a stream may be attended to in this forward, `(B, S)` and whole; None for all."""

@@ -57,6 +57,11 @@ SD3 = {
     "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 64, "out_features": 256}},
     "x_block_self_attn_layers": [0],
 }  # fmt: skip
+LUMINA2 = {
+    "image_model": "lumina2", "patch_size": 2, "in_channels": 16, "dim": 192, "n_layers": 2, "n_refiner_layers": 2,
+    "n_heads": 12, "n_kv_heads": 4, "qk_norm": True, "cap_feat_dim": 64, "axes_dims": [8, 4, 4],
+    "axes_lens": [300, 512, 512], "rope_theta": 10000.0, "ffn_dim_multiplier": 4.0,
+}  # fmt: skip
 MODELS = {
     "flux": ("Flux", FLUX),
     "flux-schnell": ("FluxSchnell", {**FLUX, "guidance_embed": False}),
@@ -68,6 +73,7 @@ MODELS = {
     "flux2-klein": ("Flux2", {**FLUX2, "guidance_embed": False}),
     "chroma": ("Chroma", CHROMA),
     "sd3": ("SD3", SD3),
+    "lumina2": ("Lumina2", LUMINA2),
     "sd3-medium": ("SD3", {**SD3, "qk_norm": None, "x_block_self_attn_layers": []}),
 }
 FAMILY_OF = {"flux2-klein": "flux2", "sd3-medium": "sd3"}

@@ -36,7 +36,7 @@ def sample(request: Sample) -> torch.Tensor:
     return pipeline.sample(request, progress=ignore_progress)
 
 
-@pytest.mark.parametrize("name", ["qwen", "zimage", "flux2", "chroma", "sd3"])
+@pytest.mark.parametrize("name", ["qwen", "zimage", "flux2", "chroma", "sd3", "lumina2"])
 def test_a_file_gives_the_configuration_it_was_made_with(name, tmp_path):
     family = FAMILIES[name]
     facts = inspect_model(str(random_file(family, tmp_path / "model.safetensors")))

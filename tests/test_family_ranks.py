@@ -30,7 +30,7 @@ from tests.ranks import (
 UNEVEN_LIMIT = 3e-6
 """For three replicas and the like: float32 alone is 1.4e-6 off float64 in these models, and each batch has its own rounding."""
 AGAINST_DIFFUSERS = 1e-6
-NAMES = ("zimage", "flux2", "chroma", "sd3", "qwen-2511")
+NAMES = ("zimage", "flux2", "chroma", "sd3", "qwen-2511", "lumina2")
 
 
 @pytest.mark.parametrize("degrees", FEW, ids=str)
@@ -164,7 +164,17 @@ def sd3(model: torch.nn.Module) -> Velocity:
     return velocity
 
 
-CALLS = {"zimage": zimage, "flux2": flux2, "chroma": chroma, "sd3": sd3}
+def lumina2(model: torch.nn.Module) -> Velocity:
+    """As Lumina2Pipeline calls it."""
+
+    def velocity(x: torch.Tensor, sigma: torch.Tensor, prompt: Conditioning) -> torch.Tensor:
+        prompts = prompt.embedding.expand(len(x), -1, -1)
+        return -model(x, (1 - sigma).expand(len(x)), prompts, torch.ones(prompts.shape[:2]).int(), return_dict=False)[0]
+
+    return velocity
+
+
+CALLS = {"zimage": zimage, "flux2": flux2, "chroma": chroma, "sd3": sd3, "lumina2": lumina2}
 
 
 @pytest.mark.parametrize("cfg", [1.0, 3.0])

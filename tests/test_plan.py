@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from runtime.inspection import ModelFacts, inspect_model
 from runtime.machine import CudaDevice, Machine, visible
+from runtime.needs import Needs
 from runtime.plan import PlanRefused, make_plan, plan_model
 from runtime.protocol import Conditioning, Sample
 from runtime.settings import AXES, MemorySettings, ModelSettings, ParallelSettings, SampleSettings
@@ -286,3 +287,11 @@ def test_what_does_not_fit_is_planned_with_offload():
     small = make_plan(ParallelSettings(devices="cpu:1"), facts, machine, dtype="fp32", offload=offload).bytes_per_rank
     block = sum(4 * math.prod(shape) for name, shape in facts.shapes.items() if name.startswith("blocks.0."))
     assert whole - small == (facts.layers - 1) * block
+
+
+def test_heads_that_share_keys_are_not_parted():
+    facts = inspect_model("random:lumina2")
+    assert Needs(facts).problem({"tensor": 4, "ulysses": 3}) == ""
+    assert (
+        Needs(facts).problem({"tensor": 6}) == "tensor 6 is more than the 4 heads of keys and values of random:lumina2"
+    )

@@ -65,6 +65,7 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Stable Diffusion 3.5 large": ("sd3", "SD3Transformer2DModel", {
         "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "pos_embed_max_size": 192,
         "qk_norm": "rms_norm"}),
+    "Lumina-Image 2.0": ("lumina2", "Lumina2Transformer2DModel", {"cap_feat_dim": 2304}),
     "Z-Image Turbo": ("zimage", "ZImageTransformer2DModel", {"axes_lens": [1536, 512, 512]}),
 }  # fmt: skip
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -78,7 +79,6 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Z-Image Omni": ("Z-Image Omni", "ZImageTransformer2DModel", {"siglip_feat_dim": 1152}),
     "LTX-2": ("LTX-2|looked for", "LTX2VideoTransformer3DModel", {"num_layers": 2}),
     "HunyuanVideo": ("looked for", "HunyuanVideoTransformer3DModel", {}),
-    "Lumina 2": ("looked for", "Lumina2Transformer2DModel", {}),
     "Sana": ("looked for", "SanaTransformer2DModel", {}),
 }  # fmt: skip
 

@@ -108,6 +108,7 @@ def inputs_of(family, text: int = 5) -> dict[str, Any]:
         "text_ids": torch.zeros(text, 3),
         "text_places": torch.randint(3, (text, 4)).float(),
         "image_shapes": [[(1, 2, 4)]],
+        "whole_mask": torch.ones(1, text, dtype=torch.bool),
     }
     inputs = {
         family.latent_input: torch.randn(1, 8, family.tiny["in_channels"]) if family.packed else latent,
@@ -158,10 +159,12 @@ def test_a_split_model_equals_the_bare_class(family, heads):
     """
     head_dim = family.head_dim_of(family.tiny)
     keys = (family.width, "caption_projection_dim", "added_kv_proj_dim", "cross_attention_dim")
-    changed = {family.heads: heads, **{key: heads * head_dim for key in keys if key in family.tiny}}
+    all_heads = heads * family.tensor.together
+    changed = {family.heads: all_heads, **{key: all_heads * head_dim for key in keys if key in family.tiny}}
+    changed |= {"num_kv_heads": heads} if "num_kv_heads" in family.tiny else {}
     model, inputs = tiny(family, **changed), inputs_of(family)
     facts = inspect_model(f"random:{family.name}")
-    facts = replace(facts, heads=heads, config={**facts.config, **changed})
+    facts = replace(facts, heads=all_heads, config={**facts.config, **changed})
     weights, reference = model.state_dict(), output_of(model, inputs)
 
     def run(mesh: Mesh) -> None:

@@ -49,7 +49,7 @@ class TokenPlace:
     output that is a tuple that is each one, or number `item`.
 
     `stream` names the tokens; those of one stream are dealt to the ranks alike. They lie along `dim`, and those of the
-    streams `behind` follow: they are split too, by their own numbers, and are not gathered. An argument without that dim is
+    streams `behind` follow, each dealt by its own number. An argument without that dim is
     one for all tokens.
     """
 
@@ -85,12 +85,17 @@ class LinearShard:
 
     "column" keeps a part of the output features, "row" a part of the input features (its input is the output of a
     column), "gather" is a column whose output is put together at once. `blocks` are the relative sizes of what is fused
-    in the cut features, such as (1, 4); each block is cut on its own.
+    in the cut features, such as (1, 4); each block is cut on its own. Of columns and rows so many heads stay `together`.
     """
 
     pattern: str
     mode: Literal["column", "row", "gather", "whole"]
     blocks: tuple[int, ...] = (1,)
+    together: int = 1
+
+    def grain(self, head_dim: int) -> int:
+        """How many features are never parted."""
+        return 1 if self.mode == "gather" else head_dim * self.together
 
 
 @dataclass(frozen=True)
@@ -99,13 +104,15 @@ class TensorSplit:
 
     `tables` is a pattern of modules whose outputs lie along the full width of a column's output, which are cut as that is.
     `norms` is a pattern of the RMSNorms over that width, `attentions` one of the modules whose
-    `heads` become those of this rank (empty: there are none; the class takes its heads from the size of a head).
+    `heads` become those of this rank (empty: there are none; the class takes its heads from the size of a head); so many of
+    them stay `together`, since they share a key and a value.
     """
 
     linears: tuple[LinearShard, ...]
     attentions: str = ""
     norms: str = ""
     tables: str = ""
+    together: int = 1
 
 
 @dataclass(frozen=True)
@@ -205,7 +212,8 @@ class FamilySpec:
     `unused` is a pattern of tensors (after the renames) that files have and nobody reads. `self_attention` is a pattern of the modules whose attention runs over the split
     tokens; `tensor` says how the weights are cut. `inputs` says which argument of the model is which field of a
     conditioning, or what is worked out for it: `image_ids` and `text_ids` are (number, row, column), `image_places` and
-    `text_places` have the place in the text behind them, `image_shapes` counts patches; `latent_input` and `time_input`
+    `text_places` have the place in the text behind them, `image_shapes` counts patches,
+    `whole_mask` is true for each word; `latent_input` and `time_input`
     are the arguments of the latent and the timestep. `prediction` "velocity": denoised = x - sigma * output, and the model
     is told sigma * `timestep_scale`; "reversed velocity": denoised = x + sigma * output, and it is told 1 - sigma.
     `sigma_table` is how many noise levels ComfyUI keeps for it. `packed`: the model takes patches of the latent as tokens,
