@@ -130,7 +130,7 @@ def _side(task: dict[str, Any]) -> dict[str, Any]:
     settings = ModelSettings(model=task["folder"], dtype="fp32", memory=MemorySettings(**task["memory"]))
     pipeline = Pipeline.load(settings, mesh=Mesh.single(), progress=ignore_progress)
     marks = _Marks()
-    pipeline.sample(_request(settings, size, steps=task["rounds"] + 1), progress=marks)
+    pipeline.sample(request_of(settings, size, steps=task["rounds"] + 1), progress=marks)
     return {"step_seconds": marks.median(), "base_bytes": base, "peak_bytes": resident_bytes("VmHWM")}
 
 
@@ -149,7 +149,8 @@ class _Marks:
         return statistics.median(after - before for before, after in zip(times, times[1:], strict=False))
 
 
-def _request(settings: ModelSettings, size: Size, *, steps: int) -> Sample:
+def request_of(settings: ModelSettings, size: Size, *, steps: int) -> Sample:
+    """A picture of the bench's size from a prompt of zeros."""
     prompt = Conditioning(embedding=torch.zeros(1, size.text_tokens, size.config["text_dim"]))
     widgets = SampleSettings(steps=steps, cfg=1.0)
     return Sample(
