@@ -17,7 +17,7 @@ from .families.spec import FamilySpec
 from .gguf_header import read_gguf
 from .layouts import Layout, eight_bit_layers, packed_layers, transformer_part
 from .nunchaku_file import is_packed, is_packed_folder, packed_file, packed_folder
-from .safetensors_header import TensorEntry, read_header
+from .safetensors_header import TensorEntry, read_header, read_metadata
 from .settings import TINY_SHAPES
 from .stored import BLOCKS, FP8, FP8_FORMATS, PLAIN, Stored
 from .tiny_shapes import MODEL_FOLDER
