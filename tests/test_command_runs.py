@@ -84,6 +84,23 @@ def test_verify_ends_with_1_over_the_tolerance(capsys, monkeypatch, error, statu
     assert len(fields["latent"]) == 2  # one item for each replica
 
 
+def test_verify_compares_a_quantised_model_with_the_unquantised(capsys, monkeypatch):
+    one = torch.linspace(-1, 1, 64, dtype=torch.float64)
+    pretended = Pretended(one, one, one * 1.1)
+    monkeypatch.setattr(verify, "own_sidecar", pretended.start)
+    words = ["verify", "--model", "random:wan", "--devices", "cpu:2", "--data", "2", "--quant", "svdquant-int4"]
+    assert main([*words, "--json"]) == 0
+    figures = answer(capsys)
+    assert figures["rel_err"] == 0 and figures["unquantised"]["rel_err"] == pytest.approx(1 / 11)
+    assert [model.quant for model, _ in pretended.asked] == ["svdquant-int4", "svdquant-int4", "none"]
+    pretended = Pretended(one, one, one * 1.1)
+    monkeypatch.setattr(verify, "own_sidecar", pretended.start)
+    assert main(words) == 0
+    assert "against the unquantised model: relative error 0.091" in capsys.readouterr().out
+    assert main([*words, "--unquantised", "random:flux", "--json"]) == 1
+    assert "is no model that random:wan was made of" in answer(capsys)["reason"]
+
+
 def test_verify_refuses_a_plan_before_it_starts_anything(capsys, monkeypatch):
     monkeypatch.setattr(verify, "own_sidecar", None)
     assert main(["verify", "--model", "random:wan", "--devices", "cpu:2", "--ring", "3", "--json"]) == 1

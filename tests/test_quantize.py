@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import diffusers
@@ -12,17 +17,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from runtime.__main__ import main
 from runtime.bench.quant import bytes_ratio, draw, quantize_settings, rounded_to_nearest
 from runtime.checkpoint import random_tensors
 from runtime.commands import COMMANDS
-from runtime.errors import Cancelled, Refused
+from runtime.errors import Refused
 from runtime.families.zimage import ZIMAGE
 from runtime.inspection import inspect_model
 from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.quant.svdquant.formats import INT4, NVFP4, UNSIGNED_INT4
-from runtime.quantize.job import quantize
+from runtime.quantize.job import QuantizeSettings, quantize
 from runtime.quantize.layer import fit_linear, nearest_error
 from runtime.safetensors_header import read_header, read_metadata
 from runtime.settings import TINY_SHAPES, ModelSettings
@@ -31,6 +37,7 @@ from runtime.tiny_shapes.scenes import HELD_OUT
 from tests.ranks import Case, relative_error, run_as_threads, run_case, run_on_one
 from tests.test_svdquant_ranks import FLIP_LIMIT
 
+ROOT = Path(__file__).parents[1]
 SMALL = {"prompts": ("a", "b"), "steps": 2, "tokens": 256}
 RANK = 16
 
@@ -114,28 +121,38 @@ def test_the_file_over_ranks_is_the_file_on_one(made, degrees):
         assert relative_error(result, reference) < FLIP_LIMIT  # 3e-6 where no activation rounds another way
 
 
-def test_a_job_goes_on_where_it_was_stopped(tmp_path):
-    settings = quantize_settings(model="random:wan", latent=(1, 16, 1, 8, 8), rank=RANK, **SMALL)
-    whole, stopped = tmp_path / "whole.safetensors", tmp_path / "stopped.safetensors"
-    quantize(settings, whole, progress=ignore_progress)
-    seen = []
+def test_a_job_that_was_killed_goes_on_where_it_was(tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("one\ntwo\n")
+    flags = ["--model", "random:wan", "--steps", "1", "--tokens", "64", "--rank", "16", "--size", "64", "--json"]
+    flags += ["--prompts", str(tmp_path / "prompts.txt")]
+    killed, whole = tmp_path / "killed.safetensors", tmp_path / "whole.safetensors"
+    parts = tmp_path / "killed.safetensors.parts"
 
-    def stop(stage, step, total, **_):
-        seen.append((stage, step))
-        if (stage, step) == ("quantizing", 7):
-            raise Cancelled
-
-    with pytest.raises(Cancelled):
-        quantize(settings, stopped, progress=stop)
-    assert not stopped.exists()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "runtime", "quantize", "--out", str(killed), *flags], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    while len(list(parts.glob("*.report"))) < 3 and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL and not killed.exists()
+    done = {path: path.stat().st_mtime_ns for path in (*parts.glob("*.report"), parts / "calibrated")}
     with pytest.raises(Refused, match=r"has parts of another job"):
-        quantize(quantize_settings(model="random:wan", rank=32), stopped, progress=ignore_progress)
-    parts = {path: path.stat().st_mtime_ns for path in (tmp_path / "stopped.safetensors.parts").glob("*.report")}
-    assert len(parts) == 7
-    seen.clear()
-    quantize(settings, stopped, progress=lambda stage, step, total, **_: seen.append((stage, step)))
-    assert "calibration" not in {stage for stage, _ in seen}
-    assert stopped.read_bytes() == whole.read_bytes()
+        quantize(quantize_settings(model="random:wan"), killed, progress=ignore_progress)
+
+    seen, again = [], []
+    settings = QuantizeSettings(**{**json.loads((parts / "job.json").read_text())})
+    settings = replace(settings, prompts=tuple(settings.prompts), latent=tuple(settings.latent))
+
+    def watch(stage, step, total, **_):
+        seen.append(stage)
+        again.extend(path for path, time in done.items() if path.stat().st_mtime_ns != time)
+
+    quantize(settings, killed, progress=watch)
+    assert set(seen) == {"quantizing"} and not again  # what was done was left as it was
+    assert main(["quantize", "--out", str(whole), *flags]) == 0
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    assert len(layers) == 20 and {"error", "error_nearest", "bytes", "bytes_plain"} < set(layers[0])
+    assert killed.read_bytes() == whole.read_bytes()
 
 
 RECORDED = Path(__file__).with_name("nunchaku_files.json")

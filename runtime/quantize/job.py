@@ -97,7 +97,14 @@ def _begin(folder: Path, settings: QuantizeSettings) -> None:
     job, wanted = folder / JOB, json.dumps(asdict(settings), sort_keys=True)
     if job.exists() and job.read_text(encoding="utf-8") != wanted:
         raise Refused(f"{folder} has parts of another job: finish that one with its own settings, or delete the folder")
-    job.write_text(wanted, encoding="utf-8")
+    _write(job, wanted)
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or, where this process is killed, nothing."""
+    begun = path.with_name(f"{path.name}.begun")
+    begun.write_text(text, encoding="utf-8")
+    begun.replace(path)
 
 
 def _calibrate(settings: QuantizeSettings, folder: Path, linears: Sequence[str], progress: ReportProgress) -> None:
@@ -147,7 +154,7 @@ def _quantize_one(
         bytes=sum(tensor.nbytes for tensor in tensors.values()),
         bytes_plain=n * k * DTYPE.itemsize,
     )
-    (folder / f"{name}.{REPORT}").write_text(json.dumps(asdict(report)), encoding="utf-8")
+    _write(folder / f"{name}.{REPORT}", json.dumps(asdict(report)))
     if packed.part is None:  # those of a part are for the others too, and go with the folder
         input_file(folder, packed.linears[0]).unlink()
     return report
