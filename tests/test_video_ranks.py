@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from diffusers import LTXConditionPipeline, LTXPipeline
+from diffusers import AutoencoderKLWan, LTXConditionPipeline, LTXPipeline
 
+from runtime.encoders.rows import Rows
+from runtime.encoders.vae import Autoencoder
 from runtime.families import FAMILIES
 from runtime.families.spec import FamilySpec
 from runtime.families.wan import WAN
+from runtime.families.wan_image import LATENT_22
+from runtime.mesh import Mesh
+from runtime.progress import ignore_progress
 from runtime.protocol import Conditioning
 from runtime.timesteps import TimestepWaves
 from tests.bare import bare_model, plain_euler
-from tests.kinds import FEW, MANY, compare
-from tests.ranks import TABLE, VIDEOS, Case, relative_error, run_on_one
+from tests.kinds import FEW, LIMIT, MANY, compare
+from tests.ranks import TABLE, VIDEOS, Case, relative_error, run_as_threads, run_on_one
 
 AGAINST_DIFFUSERS = 1e-6
 UNEVEN = {"latent": (1, 16, 3, 5, 9), "prompts": (5, 8)}
@@ -135,3 +141,31 @@ def test_one_rank_equals_an_euler_loop_over_the_diffusers_class(name, latent, cf
     error = relative_error(result, plain_euler(case, family, CALLS[name][0](model_of(family))))
     print(f"relative error {error:.2e}")
     assert error < AGAINST_DIFFUSERS
+
+
+def test_the_vae_of_ti2v_over_two_ranks_is_that_of_the_class():
+    """Residual blocks and patches of pixels, which the VAE of Wan 2.1 does not have; in a small size."""
+    sizes = {
+        "base_dim": 16,
+        "decoder_base_dim": 16,
+        "z_dim": 48,
+        "num_res_blocks": 1,
+        "in_channels": 12,
+        "out_channels": 12,
+    }
+    torch.manual_seed(0)
+    bare = AutoencoderKLWan(**sizes, is_residual=True, patch_size=2).eval()
+    latent, pixels = torch.randn(1, 48, 2, 6, 4), torch.rand(5, 96, 64, 3)
+    with torch.no_grad():
+        video = (bare.decode(latent, return_dict=False)[0][0].movedim(0, -1).clamp(-1, 1) + 1) / 2
+        encoded = bare.encode(pixels.movedim(-1, 0)[None] * 2 - 1).latent_dist.mode()
+    models = [copy.deepcopy(bare) for _ in range(2)]
+
+    def run(mesh: Mesh) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        rows = Rows(mesh.group("ulysses"))
+        coder = Autoencoder(models[mesh.rank], form=LATENT_22, rows=rows, device=torch.device("cpu"))
+        return coder.decode(latent, progress=ignore_progress), coder.encode(pixels, progress=ignore_progress)
+
+    (decoded, back), others = run_as_threads({"ulysses": 2}, run)
+    assert others == (None, None)
+    assert relative_error(decoded, video) < LIMIT and relative_error(back, encoded) < LIMIT

@@ -28,6 +28,7 @@ def drawn_conditioning(facts: ModelFacts, lengths: Sequence[int] = DRAWN_LENGTHS
     width, pooled_width = (facts.config.get(key, 0) for key in (facts.spec.text_width, facts.spec.pooled_width))
 
     def drawn(length: int) -> Conditioning:
+        length = facts.spec.text_length if facts.spec.picture_tokens else length
         embedding = torch.randn(1, length, width, generator=generator)
         pooled = torch.randn(1, pooled_width, generator=generator) if pooled_width else None
         return Conditioning(embedding=embedding, pooled=pooled)
