@@ -80,15 +80,7 @@ class OutriggerMemory(io.ComfyNode):
         fetch: str = "auto",
     ) -> bool:
         """Called when the prompt is queued, with what is not linked. True, or raises `ValueError`."""
-        in_our_words(
-            settings.MemorySettings,
-            offload=offload,
-            resident_blocks=resident_blocks,
-            prefetch=prefetch,
-            text_encoder_device=text_encoder_device,
-            vae_device=vae_device,
-            fetch=fetch,
-        )
+        cls.execute(offload, resident_blocks, prefetch, text_encoder_device, vae_device, fetch)
         return True
 
     @classmethod

@@ -59,8 +59,8 @@ class Expert(NamedTuple):
     transformer: nn.Module
     facts: ModelFacts
     loras: Loras
-    streamed: Bytes
-    """What its streamed blocks take: their weights in host memory, and the slots that they come into."""
+    held: Bytes
+    """What its weights take, wherever they are, and the slots that streamed ones come into."""
 
 
 class Pipeline:
@@ -123,8 +123,7 @@ class Pipeline:
     @property
     def held(self) -> Bytes:
         """What its weights take now, and those of the parts that have been read."""
-        streamed = sum((expert.streamed for expert in self.experts), Bytes())
-        return streamed + weigh([*(expert.transformer for expert in self.experts), *self._components.modules])
+        return sum((expert.held for expert in self.experts), weigh(self._components.modules))
 
     def use_loras(self, loras: Iterable[LoraSettings]) -> tuple[str, ...]:
         """Sample with these and no others from now on, without loading the model again; a line to tell of each.
@@ -247,9 +246,8 @@ def _load_expert(
         split_tokens(transformer, facts.spec.split, self_attention=facts.spec.self_attention, sequence=sequence)
     filled = weigh([transformer])
     slots = stream_weights(transformer, facts, streamed, settings.memory, mesh=mesh, **held)
-    in_host = Bytes(host=filled.host - weigh([transformer]).host)
     loras = Loras(transformer, partial(LayerNames, facts.spec), **held)
-    return Expert(transformer, facts, loras, in_host + Bytes.on(mesh.device, slots))
+    return Expert(transformer, facts, loras, filled + Bytes.on(mesh.device, slots))
 
 
 class StepReporter:
