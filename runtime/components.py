@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .encoders.remembered import RememberedPrompts
@@ -53,16 +54,26 @@ class Components:
             return None
         report = GroupProgress(progress, self._mesh.group("tensor"))
 
-        def encode() -> Conditioning:
-            with self._text_encoder_of(folder, tokenizer, report) as encoder:
-                for line in encoder.use_loras(chosen):
-                    report(LOADING, 1, 1, notice=line if self._mesh.rank == 0 else "")
-                return encoder.encode(text, progress=report)
-
         files = tuple(_file_states(folder, tokenizer))
         encoder = (files, self._family.text_length, self._text_device.type, chosen)
-        conditioning = self._prompts.recall(encoder, text, encode)
-        return conditioning if self._mesh.rank == 0 else None
+        remembered = self._prompts.get(encoder, text)
+        if self._first_has(remembered):
+            return remembered
+        with self._text_encoder_of(folder, tokenizer, report) as model:
+            for line in model.use_loras(chosen):
+                report(LOADING, 1, 1, notice=line if self._mesh.rank == 0 else "")
+            conditioning = model.encode(text, progress=report)
+        if self._mesh.rank:
+            return None
+        self._prompts.put(encoder, text, conditioning)
+        return conditioning
+
+    def _first_has(self, remembered: Conditioning | None) -> bool:
+        """Whether the first rank remembers it, on each of the ranks that share the encoder: it alone keeps what was made."""
+        group, known = self._mesh.group("tensor"), torch.tensor([remembered is not None])
+        if group is not None:
+            dist.broadcast(known, src=0, group=group)
+        return bool(known)
 
     @property
     def modules(self) -> list[nn.Module]:

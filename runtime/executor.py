@@ -25,13 +25,14 @@ from .protocol import (
     Ready,
     Report,
     Result,
+    Spread,
     Stopped,
     Work,
     event_from,
 )
 from .rank_settings import KeepSettings
 from .ranks import WORKER, Rank, Ranks
-from .settings import ModelSettings
+from .settings import ModelSettings, ParallelSettings
 
 START_SECONDS = 300.0
 """How long ranks may take to join."""
@@ -189,7 +190,9 @@ class Executor:
 
     def _has(self, model: ModelSettings) -> bool:
         ranks = self._ranks.all if self._ranks else ()
-        return bool(ranks) and all(model.weights in [held.model for held in rank.memory.models] for rank in ranks)
+        return bool(ranks) and all(
+            model.weights in [held.model.weights for held in rank.memory.models] for rank in ranks
+        )
 
     # Ranks
 
@@ -220,6 +223,9 @@ class Executor:
         if ranks.ready < len(ranks.all):
             job.deadline = job.deadline or time.monotonic() + START_SECONDS
             return self._tell(Progress(job=job.name, stage="starting ranks", step=ranks.ready, total=len(ranks.all)))
+        if ranks.degrees != ranks.plan.degrees:
+            ranks.degrees = ranks.plan.degrees
+            self._to_ranks(encode(Spread(parallel=ParallelSettings(**ranks.degrees)))[0])
         job.sent, job.deadline, self._model = True, None, job.request.model.model
         self._to_ranks(job.frames)
 

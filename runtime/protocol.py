@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, TypeAdapter, model_validator
 
+from .controls import Cancel, Free, Job, Shutdown, Spread, Status
 from .message import ITEM_BYTES as ITEM_BYTES  # for the nodes, which import from here alone
 from .message import Conditioning, Message, Tensor
 from .reports import HeldModel as HeldModel
@@ -35,7 +36,6 @@ class Address(Message):
 
 PreviewKind = Literal["none", "latent2rgb", "taesd"]
 Scale = Annotated[int, Field(ge=1, le=256)] | None
-Job = Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")]
 
 
 # Requests: node -> server -> every rank ----------------------------------------------------------------------------
@@ -126,33 +126,7 @@ class EncodePixels(Work):
     pixels: Tensor
 
 
-class Cancel(Message):
-    """Stop a job at its next step boundary. The job answers with `Stopped` (or its result, if that was quicker)."""
-
-    kind: Literal["cancel"] = "cancel"
-    job: Job
-
-
-class Status(Message):
-    """Ask how the sidecar is, and what a `model` would take; answered by `Report` at once, also while a job runs."""
-
-    kind: Literal["status"] = "status"
-    model: ModelSettings | None = None
-
-
-class Free(Message):
-    """Let go of everything that is loaded, unless a job runs; answered by `Report`."""
-
-    kind: Literal["free"] = "free"
-
-
-class Shutdown(Message):
-    """End the sidecar and its ranks."""
-
-    kind: Literal["shutdown"] = "shutdown"
-
-
-Request = Union[Hello, EncodeText, Sample, Decode, EncodePixels, Cancel, Status, Free, Shutdown]
+Request = Union[Hello, EncodeText, Sample, Decode, EncodePixels, Cancel, Status, Free, Spread, Shutdown]
 
 
 # Events: rank -> server -> node ------------------------------------------------------------------------------------

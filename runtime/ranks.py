@@ -119,6 +119,8 @@ class Ranks:
         keep: KeepSettings,
     ) -> None:
         self.plan, self._pool = plan, pool
+        self.degrees = plan.degrees
+        """Of the mesh that they stand in; the plan may ask for another."""
         self._name = secrets.token_hex(4)
         self._store = home / f"store-{self._name}"
         environment = rank_environment(plan, os.environ)

@@ -30,22 +30,22 @@ class Shelf:
         self._keep, self._mesh = keep, mesh
         self._pipelines: OrderedDict[ModelSettings, Any] = OrderedDict()
 
-    def __contains__(self, weights: ModelSettings) -> bool:
-        return weights in self._pipelines
+    def __contains__(self, model: ModelSettings) -> bool:
+        return model in self._pipelines
 
-    def take(self, weights: ModelSettings) -> Any | None:
+    def take(self, model: ModelSettings) -> Any | None:
         """The pipeline of a model, which becomes the one used last; None when it is not loaded."""
-        if weights in self._pipelines:
-            self._pipelines.move_to_end(weights)
-        return self._pipelines.get(weights)
+        if model in self._pipelines:
+            self._pipelines.move_to_end(model)
+        return self._pipelines.get(model)
 
-    def put(self, weights: ModelSettings, pipeline: Any) -> None:
+    def put(self, model: ModelSettings, pipeline: Any) -> None:
         """Keep a pipeline, as the one used last."""
-        self._pipelines[weights] = pipeline
+        self._pipelines[model] = pipeline
 
     def held(self) -> dict[ModelSettings, Bytes]:
         """What each model takes, the one used last at the end."""
-        return {weights: pipeline.held for weights, pipeline in self._pipelines.items()}
+        return {model: pipeline.held for model, pipeline in self._pipelines.items()}
 
     def make_room(self, needed: Bytes) -> None:
         """Let go of the models used longest ago until what is needed fits in beside the others, on every rank. All ranks
@@ -53,8 +53,8 @@ class Shelf:
         """
         count = self._mesh.largest(self._too_many(needed))
         for _ in range(count):
-            weights, _ = self._pipelines.popitem(last=False)
-            log.info("%r makes room", weights)
+            model, _ = self._pipelines.popitem(last=False)
+            log.info("%r makes room", model)
         release_memory()
 
     def _too_many(self, needed: Bytes) -> int:

@@ -43,13 +43,14 @@ from .protocol import (
     Sample,
     Sampled,
     Shutdown,
+    Spread,
     Stopped,
     Work,
     request_from,
 )
 from .rank_settings import RankSettings
 from .release import release_memory
-from .settings import AXES, ModelSettings
+from .settings import AXES, ModelSettings, ParallelSettings
 from .shelf import Shelf
 
 MANY_STEPS = 100
@@ -106,8 +107,10 @@ class Worker:
         folder = shared_folder(settings.pool)
         self._pool, self._mappings = Pool(folder, owner=settings.identity), Mappings(folder)
         self._connection = Connection(zmq.Context.instance(), settings.endpoint, identity=settings.identity)
+        self._parallel = ParallelSettings(**{axis: getattr(settings, axis) for axis in AXES})
+        self._meshes = {self._parallel: self.mesh}
         self._shelf = Shelf(settings.keep, mesh=self.mesh)
-        self._prompts = RememberedPrompts(settings.keep.prompt_bytes, keep=settings.rank == 0)
+        self._prompts = RememberedPrompts(0 if settings.rank else settings.keep.prompt_bytes)
         self._told = Memory()
         self._said_slow = False
         self.send(Ready(pid=os.getpid(), token=settings.token))
@@ -120,6 +123,8 @@ class Worker:
             match request:
                 case Work():
                     self._do(request, frames)
+                case Spread():
+                    self._stand_in(request.parallel)
                 case Shutdown():
                     return
                 case _:
@@ -131,6 +136,13 @@ class Worker:
         if any(ref.frame and ref.nbytes >= SMALLEST_BYTES for ref in refs):
             self._say_slow(event)
         self._connection.send(frames)
+
+    def _stand_in(self, parallel: ParallelSettings) -> None:
+        """Stand in a mesh of these degrees. What is loaded stays in its own, for when that is asked for again."""
+        if parallel not in self._meshes:
+            degrees = {axis: getattr(parallel, axis) for axis in AXES}
+            self._meshes[parallel] = Mesh.of_world(degrees, device=self.settings.device)
+        self.mesh, self._parallel = self._meshes[parallel], parallel
 
     def cancel_came(self, job: str) -> bool:
         """Whether the client has asked to stop this job. Does not wait."""
@@ -174,16 +186,21 @@ class Worker:
         return result(job=request.job, seconds=time.perf_counter() - started)
 
     def _pipeline_for(self, model: ModelSettings, report: Reporter) -> Any:
-        """The pipeline of these settings, loaded where it is not. How it is spread is this process's plan; LoRAs come on
-        later, so that one that is refused leaves the model loaded.
+        """The pipeline of these settings in this mesh, loaded where it is not. LoRAs come on later, so that one that is
+        refused leaves the model loaded.
         """
-        pipeline = self._shelf.take(model.weights)
+        here = self._here(model)
+        pipeline = self._shelf.take(here)
         if pipeline is None:
             pipeline = self._pipeline_class.load(
-                model.weights, mesh=self.mesh, progress=report, prompts=self._prompts, make_room=self._shelf.make_room
+                here, mesh=self.mesh, progress=report, prompts=self._prompts, make_room=self._shelf.make_room
             )
-            self._shelf.put(model.weights, pipeline)
+            self._shelf.put(here, pipeline)
         return pipeline
+
+    def _here(self, model: ModelSettings) -> ModelSettings:
+        """What is loaded for these settings, and how it is spread: by this process's plan."""
+        return model.weights.model_copy(update={"parallel": self._parallel})
 
     def _tell_memory(self) -> None:
         """Tell the server what is loaded, when that has changed."""
@@ -210,7 +227,7 @@ class Worker:
             message=(text if user_error else f"{type(error).__name__}: {text}")[: 1 << 14],
             user_error=user_error,
             out_of_memory=_is_out_of_memory(error),
-            loaded=request.model.weights in self._shelf,
+            loaded=self._here(request.model) in self._shelf,
             rank=self.settings.rank,
             stage=report.stage[:64],
             step=report.step,

@@ -17,6 +17,7 @@ CONTROL = (
     "rank_settings",
     "message",
     "reports",
+    "controls",
     "protocol",
     "folders",
     "pool",

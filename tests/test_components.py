@@ -18,15 +18,9 @@ from tests.processes import run_as_processes
 PLACES = ("auto", "device", "cpu", "on-demand")
 
 
-class Counted:
-    """Makes conditioning of `numbers` float32 numbers, and counts how often it did."""
-
-    def __init__(self, numbers: int = 4) -> None:
-        self.numbers, self.calls = numbers, 0
-
-    def __call__(self) -> Conditioning:
-        self.calls += 1
-        return Conditioning(embedding=torch.full((1, 1, self.numbers), float(self.calls)))
+def conditioning(numbers: int = 4) -> Conditioning:
+    """Of so many float32 numbers."""
+    return Conditioning(embedding=torch.zeros(1, 1, numbers))
 
 
 def load(mesh: Mesh | None = None, *, prompts: RememberedPrompts | None = None, **memory: str) -> Pipeline:
@@ -41,42 +35,30 @@ def latent() -> torch.Tensor:
 # Prompts ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_asked_for_again_is_not_encoded_again_and_another_encoder_has_its_own():
-    prompts, encode = RememberedPrompts(1 << 20), Counted()
-    first, again = (prompts.recall("umt5", "red", encode) for _ in range(2))
-    assert again is first and encode.calls == 1
-    assert prompts.recall("t5", "red", encode) is not first and prompts.recall("umt5", "blue", encode) is not first
-    assert encode.calls == 3
+def test_a_prompt_is_remembered_by_encoder_and_text():
+    prompts, made = RememberedPrompts(1 << 20), conditioning()
+    prompts.put("umt5", "red", made)
+    assert prompts.get("umt5", "red") is made
+    assert prompts.get("t5", "red") is None and prompts.get("umt5", "blue") is None
 
 
 def test_the_prompts_used_last_are_remembered_up_to_the_limit():
-    prompts, encode = RememberedPrompts(3 * 16), Counted(4)
-    for text in ("a", "b", "c", "a", "d"):
-        prompts.recall("umt5", text, encode)
-    assert prompts.nbytes == 48 and encode.calls == 4
-    for text, calls in (("a", 4), ("c", 4), ("d", 4), ("b", 5)):
-        prompts.recall("umt5", text, encode)
-        assert encode.calls == calls, text
-    prompts.recall("umt5", "long", Counted(13))
-    assert prompts.nbytes == 48  # what alone is over the limit pushes nothing out
+    prompts = RememberedPrompts(3 * 16)
+    for text in "abc":
+        prompts.put("umt5", text, conditioning(4))
+    assert prompts.get("umt5", "a") is not None and prompts.nbytes == 48
+    prompts.put("umt5", "d", conditioning(4))
+    assert [prompts.get("umt5", text) is not None for text in "abcd"] == [True, False, True, True]
+    prompts.put("umt5", "long", conditioning(13))
+    assert (
+        prompts.get("umt5", "long") is None and prompts.nbytes == 48
+    )  # what alone is over the limit pushes nothing out
 
 
 def test_no_prompt_is_in_what_is_remembered():
     prompts = RememberedPrompts(1 << 20)
-    prompts.recall("umt5", "a secret", Counted())
-    assert "secret" not in repr(vars(prompts))
-
-
-def test_a_rank_that_keeps_no_results_remembers_and_forgets_as_the_one_that_does():
-    kept, other = RememberedPrompts(32), RememberedPrompts(32, keep=False)
-    calls = []
-    for prompts in (kept, other):
-        encode = Counted()
-        for text in ("a", "b", "a", "c", "b", "a"):
-            prompts.recall("umt5", text, encode)
-        calls.append(encode.calls)
-    assert calls == [5, 5] and kept.nbytes == other.nbytes == 32
-    assert other.recall("umt5", "a", Counted()) is None
+    prompts.put("umt5", "a secret", conditioning())
+    assert prompts.nbytes and "secret" not in repr(vars(prompts))
 
 
 def test_a_pipeline_recalls_prompts_of_one_that_is_gone_and_no_encoder_is_read():
@@ -105,8 +87,10 @@ def test_text_and_picture_are_the_same_wherever_encoder_and_vae_are(place):
 
 def used_on_demand(mesh: Mesh, folder: Path) -> dict[str, torch.Tensor]:
     """What a rank holds after a use, and the picture on the first."""
-    pipeline = load(mesh, text_encoder_device="on-demand", vae_device="on-demand")
-    pipeline.encode_text("a red circle", progress=ignore_progress)
+    prompts = RememberedPrompts(0 if mesh.rank else 1 << 26)
+    pipeline = load(mesh, prompts=prompts, text_encoder_device="on-demand", vae_device="on-demand")
+    first, again = (pipeline.encode_text("a red circle", progress=ignore_progress) for _ in range(2))
+    assert again is first and (first is None) == bool(mesh.rank)
     picture = pipeline.decode(latent(), progress=ignore_progress)
     held = [pipeline._components.text_encoder, pipeline._components.autoencoder]
     return {"held": torch.tensor([each is not None for each in held])} | (

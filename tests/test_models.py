@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import time
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import psutil
 import pytest
+import torch
 
 from runtime.client import Sidecar
 from runtime.errors import SidecarError
-from runtime.settings import ModelSettings
+from runtime.protocol import Sample
+from runtime.settings import ModelSettings, ParallelSettings
+from tests.ranks import Case, sample_request
 from tests.sidecars import fake_sidecar, family_of, never, rank_pids, run, sample, steps_of, still_there
 
 A, B, C = (f"fake?name={name}&bytes={30 << 20}" for name in "abc")
@@ -22,11 +26,12 @@ A, B, C = (f"fake?name={name}&bytes={30 << 20}" for name in "abc")
 @contextmanager
 def keeping(**variables: str) -> Iterator[Sidecar]:
     """A sidecar that keeps so much."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(f"OUTRIGGER_{name}", value)
-        with fake_sidecar() as running:
-            yield running
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(f"OUTRIGGER_{name}", value)
+            running = stack.enter_context(fake_sidecar())
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +136,28 @@ def test_a_model_that_is_refused_leaves_those_that_are_loaded(roomy):
     with pytest.raises(ValueError, match="is not a model"):
         run(running, sample("fake?file=bad", ranks=2))
     assert not loaded(running, A, ranks=2)
+
+
+def test_other_degrees_on_the_same_devices_keep_the_ranks_and_what_each_mesh_has_loaded():
+    """With a real model: two ranks that split the tokens, and the layers, and the tokens again."""
+    latents, loads, ranks = [], [], []
+    running = Sidecar.start(log=lambda line: None)
+    try:
+        for degrees in ({"ulysses": 2}, {"tensor": 2}, {"ulysses": 2}, {"tensor": 2}):
+            parallel = ParallelSettings(devices="cpu:2", **degrees)
+            model = ModelSettings(model="random:wan", parallel=parallel)
+            *events, last = run(running, sampled(model))
+            latents.append(last.latent)
+            loads.append(bool(steps_of(events, "loading")))
+            ranks.append(rank_pids(running))
+    finally:
+        running.close()
+    assert loads == [True, True, False, False] and all(pids == ranks[0] for pids in ranks)
+    assert torch.equal(latents[0], latents[2]) and torch.equal(latents[1], latents[3])
+    assert float((latents[1] - latents[0]).norm() / latents[0].norm()) < 2e-6
+
+
+def sampled(model: ModelSettings) -> Sample:
+    """A short run of a tiny model."""
+    request = sample_request(Case())
+    return request.model_copy(update={"model": model, "job": uuid.uuid4().hex})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 from ..message import Conditioning
 
@@ -12,32 +12,36 @@ from ..message import Conditioning
 class RememberedPrompts:
     """Conditioning by encoder and prompt: of those used last as many as `limit` bytes hold. No prompt is kept, only its
     digest.
-
-    Ranks that share an encoder remember and forget alike, as they encode the same prompts; those that do not `keep` the
-    results have nothing but their sizes.
     """
 
-    def __init__(self, limit: int, *, keep: bool = True) -> None:
-        self._limit, self._keep = limit, keep
-        self._entries: OrderedDict[bytes, tuple[int, Conditioning | None]] = OrderedDict()
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._entries: OrderedDict[bytes, Conditioning] = OrderedDict()
 
     @property
     def nbytes(self) -> int:
-        """What is remembered takes, on the ranks that keep it."""
-        return sum(nbytes for nbytes, _ in self._entries.values())
+        """What is remembered takes."""
+        return sum(map(_bytes_of, self._entries.values()))
 
-    def recall(self, encoder: Hashable, text: str, encode: Callable[[], Conditioning]) -> Conditioning | None:
-        """What `encode()` gives, or gave for this encoder and prompt; None for a prompt asked for again on a rank that does
-        not keep it.
-        """
-        key = hashlib.blake2b(repr((encoder, text)).encode(errors="surrogatepass")).digest()
+    def get(self, encoder: Hashable, text: str) -> Conditioning | None:
+        """What this encoder made of this prompt; None where that is not remembered."""
+        key = _digest(encoder, text)
         if key in self._entries:
             self._entries.move_to_end(key)
-            return self._entries[key][1]
-        conditioning = encode()
-        nbytes = sum(tensor.nbytes for tensor in conditioning.tensors().values())
-        if nbytes <= self._limit:
-            self._entries[key] = (nbytes, conditioning if self._keep else None)
-            while self.nbytes > self._limit:
-                self._entries.popitem(last=False)
-        return conditioning
+        return self._entries.get(key)
+
+    def put(self, encoder: Hashable, text: str, conditioning: Conditioning) -> None:
+        """Remember it, and forget what was used longest ago. What is over the limit by itself is not remembered."""
+        if _bytes_of(conditioning) > self._limit:
+            return
+        self._entries[_digest(encoder, text)] = conditioning
+        while self.nbytes > self._limit:
+            self._entries.popitem(last=False)
+
+
+def _digest(encoder: Hashable, text: str) -> bytes:
+    return hashlib.blake2b(repr((encoder, text)).encode(errors="surrogatepass")).digest()
+
+
+def _bytes_of(conditioning: Conditioning) -> int:
+    return sum(tensor.nbytes for tensor in conditioning.tensors().values())
