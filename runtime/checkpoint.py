@@ -132,7 +132,9 @@ def fill_transformer(
     ranks of `group`, who hold the same. What is `streamed` goes to the host, or is left out where it will be read from the
     file. Raises `Refused` when the tensors are not those of the model, `Cancelled` when the job is stopped.
     """
-    holding = Holding(facts, dtype, device, streamed, Share.of([unit_of(name, facts) for name in shapes], group))
+    share = Share.of([unit_of(name, facts) for name in shapes], group)
+    tables = frozenset(name for name, _ in model.named_buffers())
+    holding = Holding(facts, dtype, device, streamed, share, tables)
     if facts.sources:
         _check_names(shapes, facts)
     left_out = streamed.names if streamed.from_file else frozenset()

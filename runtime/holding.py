@@ -35,13 +35,16 @@ class Streamed:
 
 @dataclass(frozen=True)
 class Holding:
-    """What is asked before a tensor is read. `dtype` is the one of a plain weight."""
+    """What is asked before a tensor is read. `dtype` is the one of a plain weight; `tables` are stored tensors that are no
+    parameters, which each rank has for itself.
+    """
 
     facts: ModelFacts
     dtype: torch.dtype
     device: torch.device
     streamed: Streamed
     share: Share
+    tables: frozenset[str] = frozenset()
 
     @property
     def reads_in_threads(self) -> bool:
@@ -64,7 +67,7 @@ class Holding:
         """Whether this rank has to make it: what is in host memory one rank makes for those that hold the same."""
         if self.streamed.from_file and name in self.streamed.names:
             return False
-        return self.place(name) != HOST or self.share.has(unit_of(name, self.facts))
+        return name in self.tables or self.place(name) != HOST or self.share.has(unit_of(name, self.facts))
 
     def stays_mapped(self, name: str, stored: Any, part: LocalPart, source: Source) -> bool:
         """Whether it is used where the file has it, whose pages all ranks share. A GPU copies from pinned memory instead."""
