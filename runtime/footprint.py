@@ -26,7 +26,7 @@ def bytes_per_rank(facts: ModelFacts, *, dtype: str, tensor: int, offload: Memor
     """
     held: dict[str, int] = {}
     for name, shape in facts.shapes.items():
-        block = _block_of(name, facts.spec.blocks)
+        block = facts.spec.block_of(name)
         held[block] = held.get(block, 0) + round(_bytes_held(facts, name, shape, dtype, tensor))
     if offload.offload == "none":
         return sum(held.values())
@@ -34,12 +34,6 @@ def bytes_per_rank(facts: ModelFacts, *, dtype: str, tensor: int, offload: Memor
     resident = 0 if offload.resident_blocks == AUTO else amount_of(offload.resident_blocks, blocks)
     slots = min(amount_of(offload.prefetch, blocks) + 1, blocks - resident)
     return rest + (resident + slots) * max(held.values(), default=0)
-
-
-def _block_of(name: str, lists: tuple[str, ...]) -> str:
-    """The block that a tensor is in; empty for one outside of the blocks."""
-    found = re.match(rf"(?:{'|'.join(map(re.escape, lists))})\.\d+(?=\.)", name)
-    return found[0] if found else ""
 
 
 def _bytes_held(facts: ModelFacts, name: str, shape: tuple[int, ...], dtype: str, tensor: int) -> float:
