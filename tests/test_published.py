@@ -1,14 +1,12 @@
 """The checkpoints that are published: names and shapes alone tell family and configuration, or why a model is not run.
 
-The headers are those that diffusers' classes give with the published configurations; the files have no weights in them.
+The headers are data in `tests/published`, of two layouts: what diffusers' classes and ComfyUI's have with the published
+configurations. The files have no weights in them. `python -m tests.record_published` records what is added here.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Collection
-from pathlib import Path
+import inspect
 from typing import Any
 
 import diffusers
@@ -18,6 +16,7 @@ import torch
 from runtime.errors import Refused
 from runtime.families import FAMILIES
 from runtime.inspection import inspect_model
+from tests.published_keys import LAYOUTS, read_keys, write_file
 
 WAN = {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40, "out_channels": 16}
 WAN_I2V = {**WAN, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
@@ -46,6 +45,7 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Flux.1 Depth dev": ("flux-control", "FluxTransformer2DModel", {**FLUX, "in_channels": 128, "out_channels": 64}),
     "Flux.1 lite 8B": ("flux", "FluxTransformer2DModel", {**FLUX, "num_layers": 8}),
     "Qwen-Image": ("qwen", "QwenImageTransformer2DModel", QWEN),
+    "Qwen-Image 2512": ("qwen", "QwenImageTransformer2DModel", QWEN),
     "Qwen-Image-Edit": ("qwen", "QwenImageTransformer2DModel", QWEN),
     "Qwen-Image-Edit 2509": ("qwen", "QwenImageTransformer2DModel", QWEN),
     "Qwen-Image-Edit 2511": ("qwen-2511", "QwenImageTransformer2DModel", {**QWEN, "zero_cond_t": True}),
@@ -83,30 +83,57 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def published_file(path: Path, class_name: str, config: dict[str, Any], *, marks: Collection[str] = ()) -> str:
-    """A file of the right names, shapes and size, of which the weights are a hole; and with empty tensors as `marks`."""
+RECORDED = {layout: read_keys(layout) for layout in LAYOUTS}
+EXPECTED = {**PUBLISHED, **REFUSED}
+CASES = [
+    (layout, name)
+    for layout, keys in RECORDED.items()
+    for name in keys
+    if name in EXPECTED
+    and name == next(each for each in keys if (keys[each], EXPECTED.get(each)) == (keys[name], EXPECTED[name]))
+]
+"""Of those with the same keys that are to be the same, the first: Flux.1 dev is Krea dev too."""
+
+
+def built_shapes(class_name: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes as the class gives them."""
     with torch.device("meta"):
         model = getattr(diffusers, class_name)(**config)
-    header, end = {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in marks}, 0
-    for name, tensor in model.state_dict().items():
-        start, end = end, end + 2 * math.prod(tensor.shape)
-        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
-    raw = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        file.truncate(8 + len(raw) + end)
-    return str(path)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_checkpoint_is_known_by_its_names_and_shapes(name, tmp_path):
+def shapes_of(layout: str, name: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint, as they were recorded; else as the class gives them."""
+    recorded = RECORDED[layout].get(name)
+    return recorded or built_shapes(*EXPECTED[name][1:])
+
+
+def test_there_is_data_for_25_published_checkpoints_and_more():
+    both = set(RECORDED["diffusers"]) & set(RECORDED["original"])
+    assert len(both) >= 25 and both <= EXPECTED.keys()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_data_is_what_the_class_has(name):
+    assert RECORDED["diffusers"][name] == built_shapes(*EXPECTED[name][1:])
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [case for case in CASES if case[1] in PUBLISHED]
+    + [("diffusers", name) for name in PUBLISHED if name not in RECORDED["diffusers"]],
+)
+def test_a_published_checkpoint_is_known_by_its_names_and_shapes(layout, name, tmp_path):
     family, class_name, config = PUBLISHED[name]
     marks = [each for each in FAMILIES[family].signature if each.startswith("__")]
-    facts = inspect_model(published_file(tmp_path / "model.safetensors", class_name, config, marks=marks))
+    shapes = {**shapes_of(layout, name), **dict.fromkeys(marks, (0,))}
+    facts = inspect_model(write_file(tmp_path / "model.safetensors", shapes))
     assert facts.family == family and facts.shapes.keys().isdisjoint(marks)
-    with torch.device("meta"):
-        published, ours = (getattr(diffusers, class_name)(**each).config for each in (config, facts.config))
-    said = {key: value for key, value in published.items() if not key.startswith("_") and value is not None}
+    parameters = inspect.signature(getattr(diffusers, class_name).__init__).parameters.values()
+    defaults = {parameter.name: parameter.default for parameter in parameters}
+    published, ours = ({**defaults, **each} for each in (config, facts.config))
+    said = {key: value for key, value in published.items() if key != "self" and value is not None}
     assert {key for key, value in said.items() if _plain(ours[key]) != _plain(value)} == set()
     assert FAMILIES[family].unsupported_config(published) == ""
 
@@ -115,25 +142,19 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_checkpoint_that_is_not_run_is_refused_by_name_or_with_what_was_looked_for(name, tmp_path):
-    words, class_name, config = REFUSED[name]
-    path = published_file(tmp_path / "model.safetensors", class_name, config)
-    with pytest.raises(Refused, match=words):
-        inspect_model(path)
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [case for case in CASES if case[1] in REFUSED]
+    + [("diffusers", name) for name in REFUSED if name not in RECORDED["diffusers"]],
+)
+def test_a_checkpoint_that_is_not_run_is_refused_by_name_or_with_what_was_looked_for(layout, name, tmp_path):
+    with pytest.raises(Refused, match=REFUSED[name][0]):
+        inspect_model(write_file(tmp_path / "model.safetensors", shapes_of(layout, name)))
 
 
 def test_a_file_of_two_models_is_refused_as_such(tmp_path):
     """Merged by mistake: it has all that tells Wan, and all that tells Qwen-Image."""
-    headers = []
-    for class_name, config in (("WanTransformer3DModel", {**WAN, "num_layers": 1}), ("QwenImageTransformer2DModel", {**QWEN, "num_layers": 1})):  # fmt: skip
-        path = Path(published_file(tmp_path / f"{class_name}.safetensors", class_name, config)).read_bytes()
-        headers.append(json.loads(path[8 : 8 + int.from_bytes(path[:8], "little")]))
-    merged = {**headers[0], **headers[1]}
-    size = max(entry["data_offsets"][1] for entry in merged.values())
-    raw = json.dumps(merged).encode()
-    with (tmp_path / "merged.safetensors").open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        file.truncate(8 + len(raw) + size)
+    merged = {**shapes_of("diffusers", "Wan 2.1 T2V 1.3B"), **shapes_of("diffusers", "Qwen-Image")}
+    path = write_file(tmp_path / "merged.safetensors", merged)
     with pytest.raises(Refused, match=r"more than one architecture .*Wan.*Qwen-Image"):
-        inspect_model(str(tmp_path / "merged.safetensors"))
+        inspect_model(path)

@@ -6,6 +6,7 @@ where it lies. A load has ended when all ranks have touched every page of every 
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import sys
@@ -113,6 +114,7 @@ def _seconds_to_read(folder: Path) -> float:
 def _load(folder: Path, mesh: Mesh) -> tuple[float, float]:
     """When a load began, and when every rank had all its weights in memory."""
     settings = ModelSettings(model=str(folder), dtype="fp32")
+    gc.collect()  # what was loaded before
     dist.barrier()
     began = time.monotonic()
     pipeline = Pipeline.load(settings, mesh=mesh, progress=ignore_progress)
@@ -154,7 +156,12 @@ class MemoryWatch:
     def _watch(self) -> None:
         while not self._ended.wait(SAMPLED_SECONDS):
             with suppress(OSError, LookupError):  # one that has ended
-                self._seen.append((time.monotonic(), sum(map(shared_once, self._pids))))
+                self._seen.append((time.monotonic(), together(self._pids)))
+
+
+def together(pids: Sequence[int]) -> int:
+    """Bytes of some processes, read there and back: while one maps a page that another has, the other's share of it falls."""
+    return sum(shared_once(pid) for pid in (*pids, *reversed(pids))) // 2
 
 
 def shared_once(pid: int) -> int:

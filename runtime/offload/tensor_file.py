@@ -16,7 +16,7 @@ DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 2 << 20
 """Rows of which not all columns are wanted are read so many bytes at a time."""
 
 
@@ -99,9 +99,10 @@ class StoredTensor:
             return self._rows(rows)
         step = max(1, CHUNK_BYTES // max(1, self._row_bytes))
         wanted = torch.empty((len(rows), *self._entry.shape[1:]), device="meta")[(slice(None), *others)].shape
-        part = torch.empty(wanted, dtype=self.dtype)
+        part, chunk = torch.empty(wanted, dtype=self.dtype), self._empty(min(step, len(rows)))
         for at in range(0, len(rows), step):
-            part[at : at + step] = self._rows(rows[at : at + step])[(slice(None), *others)]
+            piece = self._fill(chunk[: len(rows) - at], rows.start + at)
+            part[at : at + step] = piece[(slice(None), *others)]
         return part
 
     @property
@@ -109,8 +110,12 @@ class StoredTensor:
         return (self._entry.end - self._entry.start) // max(1, self._entry.shape[0])
 
     def _rows(self, rows: range) -> torch.Tensor:
-        shape = (len(rows), *self._entry.shape[1:]) if self._entry.shape else ()
-        tensor = torch.empty(shape, dtype=self.dtype)
-        start = self._entry.start + rows.start * (self._row_bytes if self._entry.shape else 0)
-        self._file.read_into(tensor, start)
+        return self._fill(self._empty(len(rows)), rows.start)
+
+    def _empty(self, rows: int) -> torch.Tensor:
+        return torch.empty((rows, *self._entry.shape[1:]) if self._entry.shape else (), dtype=self.dtype)
+
+    def _fill(self, tensor: torch.Tensor, first: int) -> torch.Tensor:
+        """Read rows from the first on into a tensor of them."""
+        self._file.read_into(tensor, self._entry.start + (first * self._row_bytes if self._entry.shape else 0))
         return tensor
