@@ -15,7 +15,7 @@ from .facts import GGUF_SUFFIX, ModelFacts, Source, facts_of
 from .families import FAMILIES
 from .families.spec import FamilySpec
 from .gguf_header import read_gguf
-from .layouts import Layout, eight_bit_layers, packed_layers, transformer_part
+from .layouts import Layout, eight_bit_layers, has_vae, packed_layers, transformer_part
 from .nunchaku_file import is_packed, is_packed_folder, packed_file, packed_folder
 from .safetensors_header import TensorEntry, read_header, read_metadata
 from .settings import TINY_SHAPES
@@ -199,7 +199,8 @@ def _file(path: Path) -> ModelFacts:
     if path.suffix.lower() not in (".safetensors", ".sft", GGUF_SUFFIX):
         raise Refused(f"{path} is not a .safetensors or .gguf file: choose one, or a diffusers folder")
     read = read_gguf if path.suffix.lower() == GGUF_SUFFIX else read_header
-    header = transformer_part(read(path))
+    whole = read(path)
+    header = transformer_part(whole)
     if is_packed(header):
         return packed_file(path, header)
     layouts = {family.name: Layout.of(family, header) for family in FAMILIES.values()}
@@ -210,7 +211,7 @@ def _file(path: Path) -> ModelFacts:
     said = {} if read is read_gguf else read_metadata(path)
     facts = [each for each in found if isinstance(each, ModelFacts) and each.spec.told_by(said)]
     if len(facts) == 1:
-        return facts[0]
+        return replace(facts[0], vae=path if has_vae(whole) else None)
     if facts:
         raise Refused(
             f"{path} can be read as more than one architecture ({', '.join(each.spec.title for each in facts)}): it is not "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -15,6 +15,8 @@ from .stored import BLOCKS, FP8_FORMATS, FP8_WIDENED, WEIGHT_SCALE, Stored
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 """What ComfyUI puts before the transformer's names, in an all-in-one checkpoint or a file of its own."""
+VAE_PREFIXES = ("vae.", "first_stage_model.")
+"""What stands before the VAE's names in an all-in-one checkpoint."""
 LEAVES = {"scale_weight": WEIGHT_SCALE}
 """What ComfyUI's older 8-bit files call a tensor of a layer, as we and its newer ones do."""
 WITHOUT_USE = ("scaled_fp8", "comfy_quant", "scale_input", "input_scale")
@@ -74,6 +76,11 @@ def transformer_part(header: Mapping[str, TensorEntry]) -> dict[str, TensorEntry
         if part:
             return part
     return dict(header)
+
+
+def has_vae(names: Iterable[str]) -> bool:
+    """Whether an all-in-one checkpoint brings a VAE."""
+    return any(name.startswith(VAE_PREFIXES) for name in names)
 
 
 def renamed(name: str, family: FamilySpec) -> str:

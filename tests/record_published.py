@@ -49,7 +49,7 @@ LUMINA = {
 SMALL_WAN = {**WAN, "dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30}
 SD35 = {
     "input_size": None, "pos_embed_max_size": 192, "patch_size": 2, "in_channels": 16, "adm_in_channels": 2048, "depth": 38,
-    "num_blocks": 38, "qk_norm": "rms", "pos_embed_scaling_factor": None,
+    "num_blocks": 38, "num_patches": 192**2, "qk_norm": "rms", "pos_embed_scaling_factor": None,
     "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 2432}},
 }  # fmt: skip
 HUNYUAN15 = {
@@ -103,6 +103,20 @@ ORIGINAL: dict[str, tuple[str, dict[str, Any]]] = {
     "HunyuanVideo 1.5 T2V 720p": ("hunyuan", HUNYUAN15),
 }  # fmt: skip
 """Class and arguments in ComfyUI, by checkpoint."""
+PICTURES = {
+    "double_z": True, "z_channels": 16, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128, "ch_mult": [1, 2, 4, 4],
+    "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
+}  # fmt: skip
+LAYERS, AUTOENCODER = "comfy.ldm.modules.diffusionmodules.model", "comfy.ldm.models.autoencoder"
+VAES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "ae": (AUTOENCODER, "AutoencodingEngine", {
+        "regularizer_config": {"target": f"{AUTOENCODER}.DiagonalGaussianRegularizer"},
+        "encoder_config": {"target": f"{LAYERS}.Encoder", "params": PICTURES},
+        "decoder_config": {"target": f"{LAYERS}.Decoder", "params": PICTURES}}),
+    "wan_2.1_vae": ("comfy.ldm.wan.vae", "WanVAE", {
+        "dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_scales": [],
+        "temperal_downsample": [False, True, True], "dropout": 0.0}),
+}  # fmt: skip
 
 
 def main() -> None:
@@ -125,6 +139,7 @@ def main() -> None:
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     original = json.loads(done.stdout.splitlines()[-1])
     write_keys("original", {name: shapes for name, shapes in original.items() if name in models})
+    write_keys("vae", {name: original[name] for name in VAES})
 
 
 def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -142,6 +157,11 @@ def print_original() -> None:
             **arguments, device="meta", dtype=torch.bfloat16, operations=ops
         )
         found[name] = shapes_of(model)
+    with torch.device("meta"):
+        found |= {
+            name: shapes_of(getattr(import_module(module), model_class)(**arguments))
+            for name, (module, model_class, arguments) in VAES.items()
+        }
     print(json.dumps(found))
 
 

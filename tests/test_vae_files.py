@@ -1,0 +1,102 @@
+"""Single files of autoencoders, in the names that ComfyUI has for them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runtime.checkpoint import build_transformer, random_tensors
+from runtime.encoders.vae_files import load_autoencoder
+from runtime.encoders.vae_names import KL_FILE, WAN_FILE, VaeFile
+from runtime.errors import Refused
+from runtime.families.flux import FLUX
+from runtime.families.wan import WAN
+from runtime.inspection import inspect_model
+from tests.published_keys import read_keys
+
+FLUX_VAE = {
+    "in_channels": 3, "out_channels": 3, "latent_channels": 16, "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2, "down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "use_quant_conv": False, "use_post_quant_conv": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "config"), [("ae", KL_FILE, FLUX_VAE), ("wan_2.1_vae", WAN_FILE, {"base_dim": 96, "z_dim": 16})]
+)
+def test_the_names_of_published_files_are_those_of_the_class(name, kind, config):
+    keys = read_keys("vae")[name]
+    found = {ours: keys[theirs] for ours, theirs in kind.renamed(keys).items()}
+    with torch.device("meta"):
+        model_class = getattr(diffusers, kind.model_class)
+        published, ours = (model_class(**each).state_dict() for each in (config, kind.config_from(found)))
+    assert {key: tuple(tensor.shape) for key, tensor in published.items()} == {
+        key: shape[:2]
+        if key.split(".")[-2] in ("to_q", "to_k", "to_v", "0") and "attentions" in key and len(shape) == 4
+        else shape
+        for key, shape in found.items()
+    }
+    assert {key: tensor.shape for key, tensor in ours.items()} == {
+        key: tensor.shape for key, tensor in published.items()
+    }
+
+
+def original(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A diffusers AutoencoderKL under the original names, its attention as convolutions."""
+    stages = 1 + max(int(found[1]) for name in tensors if (found := re.match(r"decoder\.up_blocks\.(\d+)", name)))
+    renames = (
+        (r"up_blocks\.(\d+)", lambda found: f"up.{stages - 1 - int(found[1])}"), (r"down_blocks\.", "down."),
+        (r"\.mid_block\.resnets\.0", ".mid.block_1"), (r"\.mid_block\.resnets\.1", ".mid.block_2"),
+        (r"resnets", "block"), (r"downsamplers\.0", "downsample"), (r"upsamplers\.0", "upsample"),
+        (r"conv_shortcut", "nin_shortcut"), (r"mid_block\.attentions\.0", "mid.attn_1"), (r"group_norm", "norm"),
+        (r"to_out\.0", "proj_out"), (r"to_([qkv])\.", r"\1."), (r"conv_norm_out", "norm_out"),
+    )  # fmt: skip
+    named = {}
+    for name, tensor in tensors.items():
+        is_matrix = "attentions" in name and tensor.ndim == 2
+        for pattern, replacement in renames:
+            name = re.sub(pattern, replacement, name)
+        named[name] = (tensor[..., None, None] if is_matrix else tensor).contiguous()
+    return named
+
+
+@pytest.fixture(scope="module")
+def model() -> diffusers.AutoencoderKL:
+    torch.manual_seed(0)
+    return diffusers.AutoencoderKL(**{**FLUX_VAE, "block_out_channels": (32, 32, 64, 64), "layers_per_block": 1}).eval()
+
+
+@pytest.mark.parametrize("prefix", ["", "vae.", "first_stage_model."])
+def test_a_single_file_decodes_as_the_class_that_it_was_made_of(model, tmp_path, prefix):
+    tensors = {f"{prefix}{name}": tensor for name, tensor in original(model.state_dict()).items()}
+    others = {"model.diffusion_model.img_in.weight": torch.zeros(2)} if prefix else {}
+    save_file({**tensors, **others}, tmp_path / "ae.safetensors")
+    read = load_autoencoder(tmp_path / "ae.safetensors", FLUX)
+    latent, pixels = torch.randn(1, 16, 4, 6), torch.randn(1, 3, 32, 48)
+    assert torch.equal(read.decode(latent).sample, model.decode(latent).sample)
+    assert torch.equal(read.encode(pixels).latent_dist.mean, model.encode(pixels).latent_dist.mean)
+
+
+@pytest.mark.parametrize(("family", "kind"), [(WAN, WAN_FILE), (FLUX, KL_FILE)])
+def test_the_vae_of_another_family_is_refused_by_what_it_lacks(model, tmp_path, family, kind: VaeFile):
+    tensors = original(model.state_dict()) if family is WAN else {"decoder.head.0.gamma": torch.ones(96, 1, 1, 1)}
+    save_file(tensors, tmp_path / "vae.safetensors")
+    with pytest.raises(Refused, match=rf"no {kind.title} \(it lacks .*use a VAE Loader"):
+        load_autoencoder(tmp_path / "vae.safetensors", family)
+
+
+def test_a_checkpoint_with_a_vae_is_a_model_with_a_vae(model, tmp_path: Path):
+    _, shapes = build_transformer(inspect_model("random:flux"))
+    transformer = {f"model.diffusion_model.{name}": tensor.contiguous() for name, tensor in random_tensors(shapes)}
+    path = tmp_path / "all.safetensors"
+    save_file({**transformer, **{f"vae.{name}": each for name, each in original(model.state_dict()).items()}}, path)
+    facts = inspect_model(str(path))
+    assert facts.family == "flux" and facts.vae == path
+    assert set(facts.sources[0].names) == set(shapes)
+    save_file(transformer, path)
+    assert inspect_model(str(path)).vae is None
