@@ -199,4 +199,4 @@ def _not_found(what: str, choice: str, names: list[str], folders: tuple[str, ...
         return f"{what} {choice!r}: convert it to .safetensors: such files can hold programs, and are not read"
     near = difflib.get_close_matches(choice, names, n=3, cutoff=0.5)
     nearest = f"; the nearest names are {', '.join(near)}" if near else ""
-    return f"{what} {choice!r} is not in models/{' or models/'.join(folders)}{nearest}"
+    return f"{what} {choice!r} is not in models/{' or models/'.join(folders)}, and nothing is downloaded{nearest}"

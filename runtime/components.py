@@ -139,17 +139,18 @@ class Components:
         folder, tokenizer = self._facts.text_encoder, self._facts.tokenizer
         if self._settings.text_encoder != FROM_MODEL:
             folder = Path(self._settings.text_encoder)
-            tokenizer = next((path for path in (folder.parent / "tokenizer", folder) if path.is_dir()), None)
+            places = (folder,) if folder.is_file() else (folder.parent / "tokenizer", folder)
+            tokenizer = next((path for path in places if path.exists()), None)
         if folder is None or tokenizer is None:
             raise Refused(
                 f"{self._facts.name} comes without a text encoder: use a CLIP Loader (type wan) and CLIP Text Encode, or "
-                f"choose the text_encoder folder of a diffusers model in Load Model"
+                f"choose a umt5_xxl file or the text_encoder folder of a diffusers model in Load Model"
             )
         return folder, tokenizer
 
 
-def _file_states(*folders: Path) -> Iterator[tuple[str, int, int]]:
-    """Path, size and time of every file in some folders: what changes when one of them is replaced."""
-    for path in sorted(path for folder in folders for path in folder.iterdir()):
+def _file_states(*places: Path) -> Iterator[tuple[str, int, int]]:
+    """Path, size and time of some files, and of every file in some folders: what changes when one of them is replaced."""
+    for path in sorted(path for place in places for path in ([place] if place.is_file() else place.iterdir())):
         state = path.stat()
         yield str(path), state.st_size, state.st_mtime_ns

@@ -16,10 +16,10 @@ def check_parts(settings: ModelSettings) -> None:
         raise Refused(
             "text_encoder_2 is set, but no model with two text encoders reads them yet: leave it at 'from model'"
         )
-    if settings.text_encoder != FROM_MODEL and not os.path.isdir(settings.text_encoder):
+    if settings.text_encoder != FROM_MODEL and not os.path.exists(settings.text_encoder):
         raise Refused(
-            f"{settings.text_encoder} is not a diffusers text_encoder folder, and single files are not available yet: use a "
-            f"CLIP Loader (type wan) and CLIP Text Encode"
+            f"{settings.text_encoder}: no such text encoder. Choose a umt5_xxl file or a diffusers text_encoder folder, or use "
+            f"a CLIP Loader (type wan) and CLIP Text Encode"
         )
     if settings.vae != FROM_MODEL and not os.path.exists(settings.vae):
         raise Refused(f"{settings.vae}: no such VAE. Choose a file or folder that is there")

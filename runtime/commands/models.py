@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,14 +18,35 @@ MODEL_FOLDERS = ("diffusion_models", "checkpoints", "diffusers")
 TEXT_ENCODER_FOLDERS, VAE_FOLDERS = ("text_encoders", "diffusers"), ("vae", "diffusers")
 LORA_FOLDERS = ("loras",)
 INDEX = "model_index.json"
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)(?<!\.gguf)")
 NAMED = 3
 
 
 def find_model(name: str) -> str:
-    """What a `--model` means: `tiny-shapes`, `random:FAMILY`, a path, or a name under a models folder. Raises `Refused`."""
+    """What a `--model` means: `tiny-shapes`, `random:FAMILY`, a path, a name under a models folder, or the id of a model of
+    the Hugging Face Hub that is in its cache. Raises `Refused`; nothing is downloaded.
+    """
     if name == TINY_SHAPES or name.startswith(RANDOM):
         return name
-    return find_file(name, MODEL_FOLDERS)
+    try:
+        return find_file(name, MODEL_FOLDERS)
+    except Refused as refusal:
+        if not HUB_ID.fullmatch(name):
+            raise
+        if folder := _cached(name):
+            return os.path.abspath(folder)
+        raise Refused(
+            f"{refusal}. If it is the id of a model of the Hugging Face Hub: that is not in its cache here, and nothing is "
+            f"downloaded. Put the model's folder into models/diffusers, or its .safetensors file into models/diffusion_models"
+        ) from None
+
+
+def _cached(hub_id: str) -> Path | None:
+    """The folder of a model of the Hub in the local cache, where it is there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = (try_to_load_from_cache(hub_id, file) for file in (INDEX, "config.json"))
+    return next((Path(path).parent for path in found if isinstance(path, str)), None)
 
 
 def find_part(name: str, folders: tuple[str, ...]) -> str:

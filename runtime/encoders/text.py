@@ -1,4 +1,4 @@
-"""Prompt -> conditioning, by the UMT5 encoder of a model folder."""
+"""Prompt -> conditioning, by the UMT5 encoder of a model folder or of a single file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
+from transformers import UMT5Config, UMT5EncoderModel
 from transformers.utils.logging import disable_progress_bar
 
 from ..configuration import load_folder
@@ -21,8 +21,10 @@ from ..progress import ReportProgress
 from ..protocol import Conditioning
 from ..settings import LoraSettings
 from .reporting import reporting
+from .text_file import load_text_file
 from .text_loras import loras_of
 from .text_split import load_split
+from .tokens import Tokenizer
 
 STAGE = "encoding text"
 TITLE, COMFYUI_NAME = "the text encoder UMT5", "umt5xxl"
@@ -36,11 +38,9 @@ class TextEncoder:
     It is whole on one rank, or cut over the ranks of a group, which then make the same calls with the same values.
     """
 
-    def __init__(
-        self, tokenizer: AutoTokenizer, model: UMT5EncoderModel, *, length: int, device: torch.device, stays: bool
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, model: UMT5EncoderModel, *, device: torch.device, stays: bool) -> None:
         self.model = model
-        self._tokenizer, self._device, self._length = tokenizer, device, length
+        self._tokenizer, self._device = tokenizer, device
         self._stays = stays
         self._loras: Loras | None = None
 
@@ -56,18 +56,20 @@ class TextEncoder:
         stays: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> TextEncoder:
-        """From the folders of the encoder and its tokenizer; cut over the ranks of a group, where one is given.
+        """From the folders of the encoder and its tokenizer, or a file of both; cut over the ranks of a group, where one is given.
 
         Raises `Refused` when they do not hold what they should.
         """
-        model = _model(folder, dtype=dtype, group=group)
-        words, length = _tokenizer(tokenizer, length=length)
-        if len(words) > model.config.vocab_size:
+        if folder.is_file():
+            model, words = load_text_file(folder, length=length, dtype=dtype, group=group)
+        else:
+            model, words = _model(folder, dtype=dtype, group=group), Tokenizer.from_folder(tokenizer, length=length)
+        if words.words > model.config.vocab_size:
             raise Refused(
-                f"{tokenizer} has {len(words)} words, but the encoder {folder} knows {model.config.vocab_size}: use the two "
+                f"{tokenizer} has {words.words} words, but the encoder {folder} knows {model.config.vocab_size}: use the two "
                 f"of one model"
             )
-        return cls(words, model.eval().requires_grad_(False), length=length, device=device, stays=stays)
+        return cls(words, model.eval().requires_grad_(False), device=device, stays=stays)
 
     @torch.inference_mode()
     def use_loras(self, loras: Iterable[LoraSettings]) -> tuple[str, ...]:
@@ -84,14 +86,12 @@ class TextEncoder:
 
         Raises `Refused` for a prompt that is too long, `Cancelled` when the job is stopped between two blocks.
         """
-        tokens = self._tokenizer([text], return_tensors="pt", return_attention_mask=True)
-        count = tokens.input_ids.shape[1]
-        if count > MOST_TOKENS:
-            raise Refused(f"the prompt has {count} tokens: shorten it to {MOST_TOKENS} or less")
-        tokens = self._tokenizer.pad(
-            tokens, padding="max_length", max_length=max(self._length, count), return_tensors="pt"
-        )
-        ids, mask = tokens.input_ids.to(self._device), tokens.attention_mask.to(self._device)
+        words = self._tokenizer.ids(text)
+        if len(words) > MOST_TOKENS:
+            raise Refused(f"the prompt has {len(words)} tokens: shorten it to {MOST_TOKENS} or less")
+        filling = max(0, self._tokenizer.length - len(words))
+        ids = torch.tensor([words + [self._tokenizer.padding] * filling], device=self._device)
+        mask = torch.tensor([[1] * len(words) + [0] * filling], device=self._device)
         blocks = self.model.encoder.block
         progress(STAGE, 0, len(blocks))
         with self._on_device(), reporting(blocks, partial(progress, STAGE)):
@@ -106,17 +106,6 @@ class TextEncoder:
         finally:
             if not self._stays:
                 self.model.to("cpu")
-
-
-def _tokenizer(folder: Path, *, length: int) -> tuple[AutoTokenizer, int]:
-    """The tokenizer, and to how many tokens it fills a prompt up: `length` at most."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        length = min(length, tokenizer.model_max_length)
-        tokenizer([""], padding="max_length", max_length=length)
-    except Exception as error:  # what `tokenizers` raises on a damaged file is an Exception and nothing narrower
-        raise Refused(f"{folder} holds no tokenizer that can be loaded ({error}): download it again") from error
-    return tokenizer, length
 
 
 def _model(folder: Path, *, dtype: torch.dtype, group: dist.ProcessGroup | None) -> UMT5EncoderModel:
