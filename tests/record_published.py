@@ -97,8 +97,8 @@ ORIGINAL: dict[str, tuple[str, dict[str, Any]]] = {
                                  "depth_single_blocks": 24, "guidance_embed": False}),
     "Chroma1": ("chroma", CHROMA),
     "Z-Image Turbo": ("next", ZIMAGE),
-    "Lumina 2": ("next", LUMINA),
-    "LTX-Video": ("ltx", {"num_layers": 28, "attention_head_dim": 64, "cross_attention_dim": 2048}),
+    "Lumina-Image 2.0": ("next", LUMINA),
+    "LTX-Video 0.9, 2B": ("ltx", {"num_layers": 28, "attention_head_dim": 64, "cross_attention_dim": 2048}),
     "Stable Diffusion 3.5 large": ("sd3", SD35),
     "HunyuanVideo 1.5 T2V 720p": ("hunyuan", HUNYUAN15),
 }  # fmt: skip

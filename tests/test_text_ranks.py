@@ -108,7 +108,7 @@ def test_cancel_on_the_first_rank_stops_the_others_at_the_same_block(folder, who
     def work(mesh: Mesh) -> tuple[list[int], torch.Tensor]:
         encoder, group, steps = load(folder, mesh), mesh.group("tensor"), []
 
-        def progress(stage, step, total, *, preview=None, together=True) -> None:
+        def progress(stage, step, total, *, preview=None, notice="", together=True) -> None:
             steps.append(step)
             if mesh.rank == 0 and step == 2:
                 raise Cancelled
