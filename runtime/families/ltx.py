@@ -10,7 +10,18 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from .spec import FamilySpec, LatentFormat, LinearShard, Shapes, TensorSplit, TokenPlace, TokenSplit, Variant
+from .spec import (
+    Activations,
+    FamilySpec,
+    LatentFormat,
+    LinearShard,
+    Moment,
+    Shapes,
+    TensorSplit,
+    TokenPlace,
+    TokenSplit,
+    Variant,
+)
 
 HEADS = 32
 """The same in every published size; a checkpoint does not say it."""
@@ -178,6 +189,7 @@ LTX = FamilySpec(
     after_gelu=rf"{BLOCK}\.ff\.net\.2",
     packed=True,
     levels="token",
+    activations=Activations(mlp=Moment(19, hidden=2, text=0), attention=Moment(17, text=0)),
     text_encoders="T5: use a CLIP Loader (type ltxv) and CLIP Text Encode",
 )
 
