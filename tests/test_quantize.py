@@ -118,7 +118,7 @@ def test_the_file_over_ranks_is_the_file_on_one(made, degrees):
     [reference] = run_on_one([case])
     for result in run_as_threads(degrees, lambda mesh: run_case(case, mesh, {})):
         print(f"{relative_error(result, reference):.1e}")
-        assert relative_error(result, reference) < FLIP_LIMIT  # 3e-6 where no activation rounds another way
+        assert relative_error(result, reference) < FLIP_LIMIT  # at best the 2e-6 that the plain model has, at cfg 5
 
 
 def test_a_job_that_was_killed_goes_on_where_it_was(tmp_path, capsys):
