@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -218,7 +219,7 @@ def sampled(case: dict, inputs: dict[str, torch.Tensor], models: dict) -> torch.
         folder_of("loras", path)
         model = nodes.LoraLoaderModelOnly().load_lora_model_only(model, Path(path).name, strength)[0]
     if case.get("shift"):
-        model = shifted(model, case["shift"])
+        model = shifted(model, case["shift"], case.get("shift_node", "SD3"))
     positive, negative = (conditioning(case[side], inputs) for side in ("positive", "negative"))
     if case.get("sigmas"):
         guider = guider_of(case, model, positive, negative, inputs)
@@ -231,11 +232,12 @@ def sampled(case: dict, inputs: dict[str, torch.Tensor], models: dict) -> torch.
     return nodes.KSampler().sample(model, *widgets, positive, negative, latent, case["denoise"])[0]["samples"]
 
 
-def shifted(model, shift: float):
-    """The MODEL behind ModelSamplingSD3."""
-    from comfy_extras.nodes_model_advanced import ModelSamplingSD3
+def shifted(model, shift: float, node: str):
+    """The MODEL behind ModelSamplingSD3, or ModelSamplingAuraFlow."""
+    from comfy_extras import nodes_model_advanced
 
-    return ModelSamplingSD3().patch(model, shift)[0]
+    made = getattr(nodes_model_advanced, f"ModelSampling{node}")()
+    return getattr(made, made.FUNCTION)(model, shift)[0]
 
 
 def guider_of(case: dict, model, positive: list, negative: list, inputs: dict[str, torch.Tensor]):
@@ -329,6 +331,57 @@ def layers(case: dict) -> torch.Tensor:
     return as_bytes(json.dumps(rows))
 
 
+OTHER_NAMES = "original prefix, other names"
+"""As Z-Image's LoRAs have diffusers' names behind it, and USO's of Flux a part of a fused layer."""
+STYLES = (
+    ("original", r"diffusion_model\.", "lora_down.weight", "lora_up.weight", True),
+    ("kohya", r"lora_unet_", "lora_down.weight", "lora_up.weight", True),
+    ("PEFT", r"transformer\.", "lora_A.weight", "lora_B.weight", False),
+    ("diffusers", r"base_model\.model\.", "lora_A.weight", "lora_B.weight", False),
+    ("SimpleTuner", r"lycoris_", "lora_down.weight", "lora_up.weight", True),
+    ("OneTrainer", r"lora_transformer_", "lora_down.weight", "lora_up.weight", True),
+    ("bare", r"(single_)?transformer_blocks\.", "lora_down.weight", "lora_up.weight", True),
+)
+"""What files of a layout are called here, how the names of their layers begin, the roles, and whether there are alphas."""
+
+
+def lora_files(case: dict, models: dict) -> torch.Tensor:
+    """Write a random LoRA of each layout for every matrix that ComfyUI's own table of a model has; those that there are."""
+    from comfy import lora
+
+    model = models.setdefault(case["model"], None) or load_model(case["model"])
+    models[case["model"]] = model
+    table, weights = lora.model_lora_keys_unet(model.model, {}), model.model.state_dict()
+    table = {key: to for key, to in table.items() if (to if isinstance(to, str) else to[0]).endswith(".weight")}
+    names = []
+    for style, prefix, down, up, has_alpha in STYLES:
+        layers = {key: to for key, to in table.items() if re.match(prefix, key)}
+        own = {key: to for key, to in layers.items() if style != "original" or f"{key}.weight" in weights}
+        others = {key: layers[key] for key in layers.keys() - own.keys()}
+        for name, chosen in ((style, own), (OTHER_NAMES, others)):
+            if written(Path(f"{case['files']} {name}.safetensors"), chosen, weights, down, up, has_alpha=has_alpha):
+                names.append(name)
+    return as_bytes(json.dumps(names))
+
+
+def written(path: Path, layers: dict, weights: dict, down: str, up: str, *, has_alpha: bool) -> bool:
+    """Whether there were layers to write."""
+    generator, tensors = torch.Generator().manual_seed(len(layers)), {}
+    for key, to in sorted(layers.items()):
+        name, offset = (to, None) if isinstance(to, str) else to[:2]
+        shape = list(weights[name].shape) if name in weights else []
+        if len(shape) == 2:
+            if offset is not None:
+                shape[offset[0]] = offset[2]
+            tensors[f"{key}.{down}"] = torch.randn(4, shape[1], generator=generator) * 0.3 / shape[1] ** 0.5
+            tensors[f"{key}.{up}"] = torch.randn(shape[0], 4, generator=generator) * 0.5
+            if has_alpha:
+                tensors[f"{key}.alpha"] = torch.tensor(3.0)
+    if tensors:
+        save_file(tensors, path)
+    return bool(tensors)
+
+
 def as_bytes(text: str) -> torch.Tensor:
     """A text as safetensors takes it."""
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
@@ -350,6 +403,7 @@ def main(request_path: str, inputs_path: str, results_path: str, *options: str) 
         "regions": lambda case: regions(case, inputs),
         "widened": lambda case: widened(case, inputs),
         "previews": lambda case: preview(case, inputs),
+        "lora_files": lambda case: lora_files(case, models),
     }
     for number, case in enumerate(request.get("videos", [])):
         results |= {f"videos.{number}.{key}": tensor for key, tensor in video(case, inputs).items()}
