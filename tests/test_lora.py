@@ -240,6 +240,38 @@ def test_keys_that_were_not_applied_are_told_by_name(tmp_path):
     )
 
 
+def test_an_alpha_of_0_adds_nothing_and_is_told_of(tmp_path):
+    tensors = kohya({**ONE, "blocks.1.attn1.to_q": (128, 128)}, Draw(1))
+    tensors["lora_unet_blocks_1_attn1_to_q.alpha"] = torch.tensor(0.0)
+    pipeline = load()
+    [report] = pipeline.use_loras([write(tmp_path / "lora.safetensors", tensors)])
+    assert report == (
+        "lora.safetensors: 2 targets applied; 1 of them by nothing, since their alpha is 0: blocks.1.attn1.to_q.weight"
+    )
+
+
+def test_a_file_written_anew_is_read_anew_where_its_stamp_says_so(tmp_path):
+    pipeline, path = load(), tmp_path / "lora.safetensors"
+    latents = []
+    for seed, stamp in ((1, "a"), (2, "a"), (2, "b")):
+        lora = write(path, kohya(LAYERS, Draw(seed))).model_copy(update={"stamp": stamp})
+        pipeline.use_loras([lora])
+        latents.append(latent(pipeline))
+    assert torch.equal(latents[0], latents[1]) and relative_error(latents[2], latents[0]) > 1e-2
+
+
+def test_layouts_may_stand_beside_each_other_in_a_file(tmp_path):
+    parts = [
+        kohya(ONE, Draw(1)),
+        peft({"blocks.1.attn1.to_q": (128, 128)}, Draw(2)),
+        loha({"blocks.1.attn2.to_q": (128, 128)}, Draw(3), rank=2),
+    ]
+    together, apart = load(), load()
+    together.use_loras([write(tmp_path / "all.safetensors", parts[0] | parts[1] | parts[2])])
+    apart.use_loras([write(tmp_path / f"{number}.safetensors", each) for number, each in enumerate(parts)])
+    assert torch.equal(latent(together), latent(apart))
+
+
 def test_of_two_adapters_in_a_file_the_second_is_told_of(tmp_path):
     first, second = (peft(ONE, Draw(seed), adapter=f".{name}") for seed, name in ((1, "a"), (2, "b")))
     pipeline = load()
@@ -264,9 +296,20 @@ def test_a_lora_of_another_family_says_which(layers, family, name, tmp_path):
     assert family in text and "Wan" in text and next(iter(layers)).split(".")[-1] in text
 
 
+@pytest.mark.parametrize(
+    ("family", "says"), [("zimage", "Z-Image"), ("sd3", "Stable Diffusion 3"), ("flux2", "Flux"), ("qwen", "Qwen")]
+)
+def test_a_lora_of_every_other_architecture_says_which(family, says, tmp_path):
+    shapes = build_transformer(inspect_model(f"random:{family}"))[1]
+    weights = {name.removesuffix(".weight"): tuple(shape) for name, shape in shapes.items() if len(shape) == 2}
+    layers = {name: shape for name, shape in weights.items() if "blocks." in name or "layers." in name}
+    text = refusal(tmp_path, kohya(layers, Draw(1), name=dotted))
+    assert "changes nothing of Wan" in text and f"it looks like a LoRA for {says}" in text
+
+
 def test_a_lora_for_another_size_names_both_shapes(tmp_path):
     text = refusal(tmp_path, kohya({"blocks.0.attn1.to_q": (64, 128)}, Draw(1)))
-    assert "(64, 128)" in text and "(128, 128)" in text and "attn1.to_q" in text
+    assert "(64, 128)" in text and "(128, 128)" in text and "attn1.to_q" in text and "looks like" not in text
 
 
 def parts(*, up, down, dora=None):
@@ -298,6 +341,9 @@ def parts(*, up, down, dora=None):
         (parts(up=(128, 4), down=(4, 128), dora=()), "1 trained lengths"),
         ({"lora_unet_blocks_0_self_attn_q.lokr_w1": torch.zeros(128), "lora_unet_blocks_0_self_attn_q.lokr_w2": torch.zeros(128)}, "lokr_w1 has shape (128,)"),
         (kohya(ONE, Draw(1)) | kohya({"blocks.0.self_attn.q": (128, 128)}, Draw(2)), "two changes"),
+        (kohya(ONE, Draw(1)) | {"lora_unet_blocks_0_attn1_to_q.lora_up.weight": torch.full((128, 4), float("nan"))}, "up has numbers that are not finite"),
+        (kohya(ONE, Draw(1)) | {"lora_unet_blocks_0_attn1_to_q.alpha": torch.tensor(float("inf"))}, "alpha has numbers that are not finite"),
+        (kohya(ONE, Draw(1)) | {"lora_unet_blocks_0_attn1_to_q.alpha": torch.ones(2)}, "damaged at lora_unet_blocks_0_attn1_to_q"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_applied_is_refused_by_name(tensors, words, tmp_path):

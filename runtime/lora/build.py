@@ -15,8 +15,11 @@ Tensors = Mapping[str, torch.Tensor]
 def weight_change(tensors: Tensors) -> Change | None:
     """What is done to the weight of a layer; None for nothing. What a full difference stands beside is left, as in ComfyUI.
 
-    Raises `ValueError` when a part is missing or the parts do not fit together.
+    Raises `ValueError` when a part is missing, has numbers that are not finite, or does not fit the others.
     """
+    for role, tensor in tensors.items():
+        if not tensor.float().isfinite().all():
+            raise ValueError(f"{role} has numbers that are not finite")
     if "value" in tensors:
         return Value(tensors["value"])
     if "difference" in tensors:

@@ -34,6 +34,11 @@ class Change:
         """Of the tensor that is changed; of products `(out, in)`, what is in the kernel of a convolution taken together."""
         raise NotImplementedError
 
+    @property
+    def adds_nothing(self) -> bool:
+        """Whether it leaves every weight as it is, its alpha being 0."""
+        return False
+
     def added(self, device: torch.device) -> torch.Tensor:
         """The sum that is added at strength 1, in float32."""
         raise NotImplementedError
@@ -74,6 +79,10 @@ class LowRank(Change):
     def shape(self) -> tuple[int, ...]:
         return len(self.up), self.down[0].numel()
 
+    @property
+    def adds_nothing(self) -> bool:
+        return self.scale == 0.0
+
     def added(self, device: torch.device) -> torch.Tensor:
         return self.scale * (_matrix(self.up, device) @ _matrix(self.down, device))
 
@@ -98,6 +107,10 @@ class Hadamard(Change):
     @property
     def shape(self) -> tuple[int, ...]:
         return self.first.shape
+
+    @property
+    def adds_nothing(self) -> bool:
+        return self.first.adds_nothing
 
     def added(self, device: torch.device) -> torch.Tensor:
         return self.first.added(device) * self.second.added(device)
@@ -127,6 +140,10 @@ class Kronecker(Change):
             for each in (self.first, self.second)
         )
         return first_out * second_out, first_in * second_in
+
+    @property
+    def adds_nothing(self) -> bool:
+        return self.scale == 0.0
 
     def added(self, device: torch.device) -> torch.Tensor:
         return self.scale * torch.kron(_matrix(self.first, device), _matrix(self.second, device))
@@ -165,6 +182,10 @@ class Rows(Change):
     @property
     def shape(self) -> tuple[int, ...]:
         return length_of(self.cut.spans), *self.inner.shape[1:]
+
+    @property
+    def adds_nothing(self) -> bool:
+        return self.inner.adds_nothing
 
     def added(self, device: torch.device) -> torch.Tensor:
         return self.cut.take(self.inner.added(device))

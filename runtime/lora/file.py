@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,8 @@ class LoraFile:
     def report(self, names: Names) -> str:
         """A line for the node: how much was applied, and by name what was not."""
         parts = [f"{self.path.name}: {len(self.changes)} target{'s'[: len(self.changes) != 1]} {_applied_to(names)}"]
+        idle = [name for name, change in self.changes.items() if change.adds_nothing]
+        parts += [f"{len(idle)} of them by nothing, since their alpha is 0: {summary(idle)}"] if idle else []
         if names.family and self.others:
             encoded = f"not applied, since ComfyUI encodes the prompts of {names.title}"
             where = encoded if names.family.text_encoders else "left to Outrigger Text Encode"
@@ -116,7 +118,7 @@ def _refuse_kind(file: Path, roles: Roles) -> None:
             )
 
 
-def _fitting(file: Path, change: Change, target: Target, names: Names, layers: Iterable[str]) -> Change:
+def _fitting(file: Path, change: Change, target: Target, names: Names, layers: Collection[str]) -> Change:
     """The change, whose shape must be that of its target."""
     full = tuple(names.shapes[target.name])
     if change.shape in (full, (full[0], math.prod(full[1:]))):
@@ -135,6 +137,9 @@ def _fits_nothing(file: Path, layers: Layers, names: Names) -> str:
     return f"{file.name} changes nothing of {names.title}{likely}. Its keys are {keys}. Choose a LoRA for this model"
 
 
-def _likely(layers: Iterable[str], names: Names) -> str:
-    likely = likely_family(tuple(layers), but=names.family.name) if names.family else ""
+def _likely(layers: Collection[str], names: Names) -> str:
+    """What else the file may be for, where most of its layers are none of this model's."""
+    own = sum(bool(names.find(layer)) for layer in layers)
+    foreign = names.family is not None and 2 * own < len(layers)
+    likely = likely_family(layers, but=names.family.name) if foreign else ""
     return f"; it looks like a LoRA for {likely}" if likely else ""
