@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -13,6 +15,15 @@ from tests.comfyui import ROOT, ComfyUI, gone
 from tests.graphs import DECODE, NEGATIVE, POSITIVE, SAMPLER, SAVE, picture
 
 pytestmark = pytest.mark.comfy
+
+
+@pytest.fixture(scope="module")
+def comfyui(comfyui_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    """One of its own: the other tests count on what theirs has loaded."""
+    base = tmp_path_factory.mktemp("memory")
+    shutil.copytree(Path(__file__).with_name("tiny_clip"), base / "custom_nodes" / "tiny_clip")
+    with ComfyUI(comfyui_tree, base) as running:
+        yield running
 
 
 def loads(run) -> list[str]:
