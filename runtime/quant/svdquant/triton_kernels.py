@@ -17,13 +17,13 @@ E4M3_MAX = tl.constexpr(448.0)
 
 
 @triton.jit
-def nearest_even(x):
+def nearest_even(x: tl.tensor) -> tl.tensor:
     """The nearest whole number, of two the even one; |x| < 2 ** 22."""
     return (x + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23, whose neighbours are whole numbers apart
 
 
 @triton.jit
-def nearest_e2m1(x):
+def nearest_e2m1(x: tl.tensor) -> tl.tensor:
     """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with either sign, of two the one with the even code."""
     size = tl.abs(x)
     step = tl.where(size < 2, 0.5, tl.where(size < 4, 1.0, 2.0))
@@ -31,7 +31,7 @@ def nearest_e2m1(x):
 
 
 @triton.jit
-def nearest_e4m3(x):
+def nearest_e4m3(x: tl.tensor) -> tl.tensor:
     """The nearest 8-bit float of numbers from 0 up, in float32: 3 bits after the first, steps of 2 ** -9 at least."""
     x = tl.minimum(x, E4M3_MAX)
     power = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) - 127, -6)
@@ -40,7 +40,7 @@ def nearest_e4m3(x):
 
 
 @triton.jit
-def e4m3_value(byte):
+def e4m3_value(byte: tl.tensor) -> tl.tensor:
     """What the byte of an 8-bit float from 0 up stands for. Ampere has no such number format."""
     power, fraction = (byte >> 3) & 15, (byte & 7).to(tl.float32)
     unit = ((tl.maximum(power, 1) + 127 - 10) << 23).to(tl.float32, bitcast=True)
@@ -48,7 +48,7 @@ def e4m3_value(byte):
 
 
 @triton.jit
-def e2m1_value(code):
+def e2m1_value(code: tl.tensor) -> tl.tensor:
     """What a code from 0 to 15 stands for: a sign, two bits of exponent, one of mantissa."""
     power, half = (code >> 1) & 3, (code & 1).to(tl.float32) * 0.5
     unit = ((tl.maximum(power, 1) + 127 - 1) << 23).to(tl.float32, bitcast=True)
@@ -95,7 +95,9 @@ def round_inputs(
 
 
 @triton.jit
-def weight_codes(qweight, n, tile_k, K: tl.constexpr, BLOCK_N: tl.constexpr):
+def weight_codes(
+    qweight: tl.tensor, n: tl.tensor, tile_k: tl.tensor, K: tl.constexpr, BLOCK_N: tl.constexpr
+) -> tl.tensor:
     """The 4-bit codes of `BLOCK_N` rows and the 64 columns of a tile: int32 from 0 to 15."""
     word = tile_k * 8 + tl.arange(0, 8)
     words = tl.load(qweight + code_word(n[:, None], word[None, :], K))
