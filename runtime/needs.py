@@ -104,6 +104,11 @@ class Needs:
         """What a rank works with in a step beside the weights; 0 where that is not known."""
         return activation_bytes(self.facts, degrees, self.workload, dtype=self.dtype) if self.workload else 0
 
+    @property
+    def tokens(self) -> dict[str, int]:
+        """How many tokens a picture or video has, where that is known."""
+        return {"tokens": self.workload.tokens(self.facts.spec.patch)} if self.workload else {}
+
     def lacks(self, degrees: Degrees) -> bool:
         """Whether weights and what a step works with are more than the memory, as far as that is known."""
         return 0 < self.memory < self.bytes_per_rank(degrees.tensor) + self.activation_bytes(degrees)

@@ -31,6 +31,7 @@ from .progress import ReportProgress
 from .protocol import Conditioning, Sample
 from .quant.kernels import usable_kernels
 from .regions import pair_areas, resolve_region
+from .release import release_memory
 from .replicas import Replicas
 from .room import bytes_needed
 from .sample_inputs import flow_table, noise_of, sigmas_of
@@ -241,6 +242,7 @@ def _load_expert(
     streamed = choose_streamed(transformer, facts, settings.memory, mesh=mesh, **held)
     copies = sharing(mesh.group("data", "cfg", "ring", "ulysses"))
     fill_transformer(transformer, facts, streamed=streamed, progress=progress, group=copies, **held)
+    release_memory()  # what reading has worked with
     if sequence.can_split:
         hold_hooks(transformer, [place.module for place in facts.spec.split.gathered])
         split_tokens(transformer, facts.spec.split, self_attention=facts.spec.self_attention, sequence=sequence)

@@ -11,6 +11,7 @@ from .degrees import Degrees
 from .errors import Refused
 from .experts import inspect_settings
 from .footprint import ON_DEVICE
+from .gain import saves_time
 from .inspection import ModelFacts
 from .machine import Machine
 from .needs import MOST_BRANCHES, USUAL_BRANCHES, Needs
@@ -21,8 +22,6 @@ from .stored import GROUPS
 from .workload import Workload
 
 MIB, GIB = 1 << 20, 1 << 30
-SMALL_MODEL_BYTES = 256 * MIB
-"""Of weights: a block of such a model takes a GPU less time than to start its exchanges."""
 
 
 @dataclass(frozen=True)
@@ -290,6 +289,6 @@ def _reason(
         parts.append(f"the weights take {_gib(needs.bytes_per_rank(1))}, so that each rank holds a part of them")
     if devices[0] == "cpu":
         parts.append("one process with all cores is about as fast on a CPU")
-    elif 0 < needs.bytes_per_rank(1) < SMALL_MODEL_BYTES:
-        parts.append("the model is small, so that one GPU may be faster: exchanges take longer than what they save")
+    elif needs.facts.shapes and not saves_time(needs.facts, chosen, **needs.tokens):
+        parts.append("one GPU may be faster: for so few tokens and features, exchanges take longer than what they save")
     return "; ".join(parts)

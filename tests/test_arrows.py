@@ -65,6 +65,7 @@ FACTS = (
     "degrees",
     "activations",
     "needs",
+    "gain",
     "plan",
 )
 """Read without torch, by the server as well."""

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from runtime.degrees import Degrees
+from runtime.gain import saves_time
 from runtime.inspection import ModelFacts, inspect_model
 from runtime.machine import CudaDevice, Machine, visible
 from runtime.needs import Needs
@@ -145,6 +147,22 @@ def test_a_plan_says_so_where_one_device_would_be_faster():
     assert "faster" not in make_plan(ParallelSettings(), LARGE, with_gpus(2)).reason
     assert "as fast" in make_plan(ParallelSettings(), LARGE, NO_GPU).reason
     assert "as fast" in make_plan(ParallelSettings(devices="cpu:2"), LARGE, NO_GPU).reason
+
+
+def flux_of(width: int) -> ModelFacts:
+    """What Flux.1 is with heads of 64 and blocks of this width."""
+    shapes = {f"single_transformer_blocks.{block}.proj_out.weight": (width, 12 * width) for block in range(12)}
+    return replace(inspect_model("random:flux"), heads=width // 64, head_dim=64, shapes=shapes)
+
+
+@pytest.mark.parametrize("degrees", [{"ulysses": 2}, {"ring": 2}, {"tensor": 2}], ids=str)
+def test_whether_one_device_is_faster_depends_on_width_and_tokens(degrees):
+    small, large = Workload((1, 16, 64, 64), branches=1), Workload((1, 16, 256, 256), branches=1)
+    assert not saves_time(flux_of(768), Degrees(**degrees), tokens=small.tokens((2, 2)))
+    assert saves_time(flux_of(3072), Degrees(**degrees), tokens=large.tokens((2, 2)))
+    settings, machine = ParallelSettings(**degrees), with_gpus(2)
+    assert "one GPU may be faster" in make_plan(settings, flux_of(768), machine, workload=small).reason
+    assert "faster" not in make_plan(settings, flux_of(3072), machine, workload=large).reason
 
 
 def test_weights_that_cannot_be_held_are_refused_with_a_plan_that_can_hold_them():

@@ -59,7 +59,12 @@ def described(figures: dict[str, Any]) -> str:
         f"  {name:22} {sent / 2**20:.2f}  {figures['bytes_minimum'][name] / 2**20:.2f}"
         for name, sent in figures["bytes_per_step"].items()
     ]
-    return "\n".join([*lines, f"Memory of a rank at tensor 2: {figures['rss_ratio_tensor2']:.3f} of one rank's"])
+    whole = figures["rss_bytes"]["tensor2"]["peak"] / figures["rss_bytes"]["one_rank"]["peak"]
+    lines.append(
+        f"Peak of a rank's memory at tensor 2: {figures['rss_ratio_tensor2']:.3f} of one rank's, counted from when code and "
+        f"libraries are loaded and have run once; {whole:.3f} with them"
+    )
+    return "\n".join(lines)
 
 
 def _figures(told: list[dict[str, Any]], memory: dict[str, list[dict[str, Any]]], size: Size) -> dict[str, Any]:

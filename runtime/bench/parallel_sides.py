@@ -160,11 +160,12 @@ def sent_at_least(size: Size) -> dict[str, int]:
     ]
     summed = (2 * size.double_blocks + size.single_blocks) * tokens * size.width
     modulation = (12 * size.double_blocks + 3 * size.single_blocks + 2) * size.width // 2
+    embedded = 3 * size.width + text * size.width // 2  # time, guidance and pooled prompt; and the prompt
     latent = FLUX.latent.channels * 4 * image
     numbers = {
         "ulysses2": blocks * max(exchanged) + gathered,
         "ring2": blocks * 2 * max(local) * size.width + gathered,
-        "tensor2": summed + modulation,
+        "tensor2": summed + modulation + embedded,
         "cfg2": latent,
     }
     return {name: FLOAT * count for name, count in numbers.items()}

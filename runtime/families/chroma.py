@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from .flux import DOUBLE, FLUX, SINGLE
+from .flux import DOUBLE, EMBEDDERS, FLUX, SINGLE
 from .spec import FamilySpec, LinearShard, Rebuilt, Shapes, TensorSplit, Variant
 
 RENAMES = (
@@ -96,7 +96,7 @@ CHROMA: FamilySpec = replace(
     unsupported_config=unsupported_config,
     tensor=TensorSplit(
         linears=(
-            *(shard for shard in FLUX.tensor.linears if shard.mode != "gather"),
+            *(shard for shard in FLUX.tensor.linears if shard.mode != "gather" and shard not in EMBEDDERS),
             LinearShard(r"distilled_guidance_layer\.layers\.\d+\.linear_1", "column"),
             LinearShard(r"distilled_guidance_layer\.layers\.\d+\.linear_2", "row"),
         ),

@@ -174,6 +174,12 @@ TINY = MappingProxyType(
 )
 """For tests: 4 heads of 32, 2 double and 2 single blocks."""
 
+EMBEDDERS = (
+    LinearShard(r"time_text_embed\.\w+\.linear_1", "column"),
+    LinearShard(r"time_text_embed\.\w+\.linear_2", "row"),
+)
+"""They see a single token each, so that cutting them costs next to nothing."""
+
 _DOUBLE, _SINGLE = "transformer_blocks.{}.", "single_transformer_blocks.{}."
 NUNCHAKU = (
     PackedLinear(_DOUBLE + "qkv_proj", tuple(f"{_DOUBLE}attn.to_{x}" for x in "qkv")),
@@ -259,6 +265,8 @@ FLUX = FamilySpec(
             LinearShard(rf"{SINGLE}\.proj_out", "row", blocks=(1, 4)),
             LinearShard(rf"{SINGLE}\.norm\.linear", "gather"),
             LinearShard(r"norm_out\.linear", "gather"),
+            LinearShard(r"context_embedder", "gather"),
+            *EMBEDDERS,
         ),
         attentions=rf"({DOUBLE}|{SINGLE})\.attn",
     ),
