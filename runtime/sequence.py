@@ -131,7 +131,7 @@ class Sequence:
         """Say which tokens of a stream may be attended to in this forward, `(B, S)` and whole; None for all."""
         self._masks.pop(stream, None)
         self._joint_masks.clear()
-        if mask is not None:
+        if mask is not None and not mask.all():
             self._masks[stream] = mask.to(torch.bool)
 
     def attend(

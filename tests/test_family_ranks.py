@@ -39,6 +39,11 @@ def test_each_kind_alone_equals_one_rank(name, degrees):
     compare(name, {"": TABLE["uneven tokens"]}, degrees)
 
 
+def test_a_prompt_of_one_token_leaves_no_rank_without_text():
+    """As an empty one is for Lumina 2."""
+    compare("lumina2", {"": {"latent": (1, 16, 4, 6), "prompts": (5, 1)}}, {"ring": 2})
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("degrees", [*FEW, *MANY], ids=str)
 @pytest.mark.parametrize("name", NAMES)

@@ -124,6 +124,8 @@ LUMINA2 = FamilySpec(
             TokenPlace(rf"noise_refiner\.{REFINERS - 1}"),
             TokenPlace("norm_out", stream="text", behind=("image",)),
         ),
+        masks=(TokenPlace(r"context_refiner\.\d+", "attention_mask", stream="text"),),
+        joined=("text", "image"),
         alone=((r"noise_refiner\..*", "image"), (r"context_refiner\..*", "text")),
     ),
     self_attention=rf"{BLOCK}\.attn",
