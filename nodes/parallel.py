@@ -45,7 +45,9 @@ class OutriggerParallelism(io.ComfyNode):
                     "tensor", "Each rank holds a part of every layer: for a model that does not fit on one device."
                 ),
                 _degree(
-                    "cfg", "2: positive and negative prompt are computed at the same time, one half of the ranks each."
+                    "cfg",
+                    "2: positive and negative prompt are computed at the same time, one half of the ranks each. 3: with a "
+                    "middle prompt, one third each.",
                 ),
                 _degree("data", "Each rank computes some items of the batch. Of use with a batch only."),
             ],

@@ -10,7 +10,7 @@ import math
 import re
 
 from .degrees import Degrees
-from .families.spec import Moment
+from .families.cuts import Moment
 from .footprint import DTYPE_BYTES, FLOAT32_BYTES
 from .inspection import ModelFacts
 from .workload import Workload

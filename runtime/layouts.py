@@ -8,7 +8,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from .families.spec import FamilySpec, Fused
+from .families.spec import FamilySpec
+from .families.written import Fused
 from .parallel.lengths import length_of
 from .safetensors_header import TensorEntry
 from .stored import BLOCKS, FP8_FORMATS, FP8_WIDENED, WEIGHT_SCALE, Stored

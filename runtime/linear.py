@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from .families.spec import LinearShard, TensorSplit
+from .families.cuts import LinearShard, TensorSplit
 from .naming import modules_called
 from .pairs import JoinedPairs, Pair
 from .parallel.shares import WHOLE, Cut, even_lengths, span

@@ -17,7 +17,8 @@ from typing import Any
 from .errors import Refused
 from .facts import ModelFacts, Source, facts_of
 from .families import FAMILIES
-from .families.spec import FamilySpec, PackedLinear
+from .families.spec import FamilySpec
+from .families.written import PackedLinear
 from .layouts import Layout, Rows
 from .safetensors_header import TensorEntry, read_header, read_metadata
 from .stored import AWQ_INT4, GROUPS, JOINED, SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, SVDQUANT_NVFP4, Stored

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .diffusers_seam import route_attention
-from .families.spec import TokenPlace, TokenSplit
+from .families.cuts import TokenPlace, TokenSplit
 from .mesh import Mesh
 from .naming import modules_called
 from .parallel.attention import attention

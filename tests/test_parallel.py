@@ -19,7 +19,7 @@ from torch import nn
 
 from runtime import checkpoint, linear, reading, replicas
 from runtime.checkpoint import build_transformer, fill_transformer, random_tensors
-from runtime.families.spec import TokenPlace
+from runtime.families.cuts import TokenPlace
 from runtime.families.wan import TINY, WAN
 from runtime.inspection import inspect_model
 from runtime.linear import ParallelLinear, ParallelRMSNorm, swap_linears

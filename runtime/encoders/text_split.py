@@ -15,7 +15,7 @@ from transformers import UMT5EncoderModel
 from ..configuration import check_names, empty_model
 from ..errors import Refused
 from ..facts import Source
-from ..families.spec import LinearShard, TensorSplit
+from ..families.cuts import LinearShard, TensorSplit
 from ..linear import ParallelEmbedding, local_part, swap_linears
 from ..parallel.shares import even_lengths
 from ..reading import WeightFile

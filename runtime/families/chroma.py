@@ -9,8 +9,10 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from .cuts import LinearShard, TensorSplit
 from .flux import DOUBLE, EMBEDDERS, FLUX, SINGLE
-from .spec import FamilySpec, LinearShard, Rebuilt, Shapes, TensorSplit, Variant
+from .spec import FamilySpec
+from .written import Rebuilt, Shapes, Variant
 
 RENAMES = (
     (r"^(distilled_guidance_layer\.layers\.\d+)\.in_layer\.", r"\1.linear_1."),

@@ -9,20 +9,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from .spec import (
-    Activations,
-    FamilySpec,
-    Fused,
-    LatentFormat,
-    LinearShard,
-    Moment,
-    NunchakuFile,
-    PackedLinear,
-    Shapes,
-    TensorSplit,
-    TokenPlace,
-    TokenSplit,
-)
+from .cuts import Activations, LinearShard, Moment, TensorSplit, TokenPlace, TokenSplit
+from .spec import FamilySpec, LatentFormat
+from .written import Fused, NunchakuFile, PackedLinear, Shapes
 
 PATCH = (2, 2)
 RENAMES = (

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .spec import FamilySpec, Fused, LatentFormat, LinearShard, Shapes, TensorSplit, TokenPlace, TokenSplit
+from .cuts import LinearShard, TensorSplit, TokenPlace, TokenSplit
+from .spec import FamilySpec, LatentFormat
+from .written import Fused, Shapes
 
 PATCH = (1, 1)
 WIDER = 3

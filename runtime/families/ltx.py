@@ -10,18 +10,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from .spec import (
-    Activations,
-    FamilySpec,
-    LatentFormat,
-    LinearShard,
-    Moment,
-    Shapes,
-    TensorSplit,
-    TokenPlace,
-    TokenSplit,
-    Variant,
-)
+from .cuts import Activations, LinearShard, Moment, TensorSplit, TokenPlace, TokenSplit
+from .spec import FamilySpec, LatentFormat
+from .written import Shapes, Variant
 
 HEADS = 32
 """The same in every published size; a checkpoint does not say it."""

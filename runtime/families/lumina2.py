@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from .cuts import LinearShard, TensorSplit, TokenPlace, TokenSplit
 from .flux import LATENT
-from .spec import FamilySpec, Fused, LinearShard, Rebuilt, Shapes, TensorSplit, TokenPlace, TokenSplit, Variant
+from .spec import FamilySpec
+from .written import Fused, Rebuilt, Shapes, Variant
 
 PATCH = (2, 2)
 REFINERS = 2

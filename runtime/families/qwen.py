@@ -9,21 +9,10 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from .spec import (
-    Activations,
-    FamilySpec,
-    LinearShard,
-    Moment,
-    NunchakuFile,
-    PackedLinear,
-    Rebuilt,
-    Shapes,
-    TensorSplit,
-    TokenPlace,
-    TokenSplit,
-    Variant,
-)
+from .cuts import Activations, LinearShard, Moment, TensorSplit, TokenPlace, TokenSplit
+from .spec import FamilySpec
 from .wan import LATENT
+from .written import NunchakuFile, PackedLinear, Rebuilt, Shapes, Variant
 
 PATCH = (1, 2, 2)
 MARK = "__index_timestep_zero__"

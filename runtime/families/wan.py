@@ -10,19 +10,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .spec import (
-    Activations,
-    FamilySpec,
-    LatentFormat,
-    LinearShard,
-    Moment,
-    Rebuilt,
-    Shapes,
-    TensorSplit,
-    TokenPlace,
-    TokenSplit,
-    Variant,
-)
+from .cuts import Activations, LinearShard, Moment, TensorSplit, TokenPlace, TokenSplit
+from .spec import FamilySpec, LatentFormat
+from .written import Rebuilt, Shapes, Variant
 
 PATCH = (1, 2, 2)
 HEAD_DIM = 128

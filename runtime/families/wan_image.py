@@ -7,7 +7,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from .spec import Activations, LatentFormat, LinearShard, Moment, TokenPlace
+from .cuts import Activations, LinearShard, Moment, TokenPlace
+from .spec import LatentFormat
 from .wan import TINY, WAN, channels_of, described
 
 BESIDE = 16 + 4

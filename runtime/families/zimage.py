@@ -7,22 +7,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from .cuts import Activations, LinearShard, Moment, TensorSplit, TokenPlace, TokenSplit
 from .flux import LATENT
-from .spec import (
-    Activations,
-    FamilySpec,
-    Fused,
-    LinearShard,
-    Moment,
-    NunchakuFile,
-    PackedLinear,
-    Rebuilt,
-    Shapes,
-    TensorSplit,
-    TokenPlace,
-    TokenSplit,
-    Variant,
-)
+from .spec import FamilySpec
+from .written import Fused, NunchakuFile, PackedLinear, Rebuilt, Shapes, Variant
 
 PATCH = (2, 2)
 BLOCK = r"(?:noise_refiner|context_refiner|layers)\.\d+"

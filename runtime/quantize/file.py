@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..facts import ModelFacts
-from ..families.spec import NunchakuFile, PackedLinear
+from ..families.written import NunchakuFile, PackedLinear
 from ..nunchaku_file import FIRST_NAMES
 from ..quant.awq import awq_linear
 from ..quant.svdquant.formats import Format

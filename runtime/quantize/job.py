@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from ..checkpoint import build_transformer
 from ..errors import Refused
-from ..families.spec import PackedLinear
+from ..families.written import PackedLinear
 from ..inspection import ModelFacts, inspect_model
 from ..layouts import block_spans
 from ..mesh import Mesh
