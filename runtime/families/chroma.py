@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -12,7 +11,7 @@ from typing import Any
 from .cuts import LinearShard, TensorSplit
 from .flux import DOUBLE, EMBEDDERS, FLUX, SINGLE
 from .spec import FamilySpec
-from .written import Rebuilt, Shapes, Variant
+from .written import Rebuilt, Shapes, Variant, count_blocks
 
 RENAMES = (
     (r"^(distilled_guidance_layer\.layers\.\d+)\.in_layer\.", r"\1.linear_1."),
@@ -31,20 +30,16 @@ def config_from(shapes: Shapes) -> dict[str, Any]:
         "patch_size": 1,
         "in_channels": in_channels,
         "out_channels": shapes["proj_out.weight"][0],
-        "num_layers": _count(shapes, "transformer_blocks"),
-        "num_single_layers": _count(shapes, "single_transformer_blocks"),
+        "num_layers": count_blocks(shapes, "transformer_blocks"),
+        "num_single_layers": count_blocks(shapes, "single_transformer_blocks"),
         "attention_head_dim": head_dim,
         "num_attention_heads": width // head_dim,
         "joint_attention_dim": shapes["context_embedder.weight"][1],
         "axes_dims_rope": (head_dim // 8, head_dim * 7 // 16, head_dim * 7 // 16),
         "approximator_num_channels": channels,
         "approximator_hidden_dim": hidden,
-        "approximator_layers": _count(shapes, r"distilled_guidance_layer\.layers"),
+        "approximator_layers": count_blocks(shapes, r"distilled_guidance_layer\.layers"),
     }
-
-
-def _count(shapes: Shapes, blocks: str) -> int:
-    return len({found[1] for name in shapes if (found := re.match(rf"{blocks}\.(\d+)\.", name))})
 
 
 def unsupported_config(config: Mapping[str, Any]) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from .cuts import LinearShard, TensorSplit, TokenPlace, TokenSplit
 from .spec import FamilySpec, LatentFormat
-from .written import Fused, Shapes
+from .written import Fused, Shapes, count_blocks
 
 PATCH = (1, 1)
 WIDER = 3
@@ -65,8 +64,8 @@ def config_from(shapes: Shapes) -> dict[str, Any]:
         "patch_size": PATCH[0],
         "in_channels": in_channels,
         "out_channels": shapes["proj_out.weight"][0],
-        "num_layers": _count(shapes, "transformer_blocks"),
-        "num_single_layers": _count(shapes, "single_transformer_blocks"),
+        "num_layers": count_blocks(shapes, "transformer_blocks"),
+        "num_single_layers": count_blocks(shapes, "single_transformer_blocks"),
         "attention_head_dim": head_dim,
         "num_attention_heads": width // head_dim,
         "joint_attention_dim": shapes["context_embedder.weight"][1],
@@ -74,10 +73,6 @@ def config_from(shapes: Shapes) -> dict[str, Any]:
         "guidance_embeds": "time_guidance_embed.guidance_embedder.linear_1.weight" in shapes,
         "axes_dims_rope": (head_dim // 4,) * 4,
     }
-
-
-def _count(shapes: Shapes, blocks: str) -> int:
-    return len({found[1] for name in shapes if (found := re.match(rf"{blocks}\.(\d+)\.", name))})
 
 
 def unsupported_config(config: Mapping[str, Any]) -> str:

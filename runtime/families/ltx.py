@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -12,7 +11,7 @@ from typing import Any
 
 from .cuts import Activations, LinearShard, Moment, TensorSplit, TokenPlace, TokenSplit
 from .spec import FamilySpec, LatentFormat
-from .written import Shapes, Variant
+from .written import Shapes, Variant, count_blocks
 
 HEADS = 32
 """The same in every published size; a checkpoint does not say it."""
@@ -35,7 +34,7 @@ def config_from(shapes: Shapes) -> dict[str, Any]:
         "num_attention_heads": HEADS,
         "attention_head_dim": width // HEADS,
         "cross_attention_dim": shapes["transformer_blocks.0.attn2.to_k.weight"][1],
-        "num_layers": len({found[1] for name in shapes if (found := re.match(r"transformer_blocks\.(\d+)\.", name))}),
+        "num_layers": count_blocks(shapes, "transformer_blocks"),
         "caption_channels": shapes["caption_projection.linear_1.weight"][1],
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from .cuts import LinearShard, TensorSplit, TokenPlace, TokenSplit
 from .flux import LATENT
 from .spec import FamilySpec
-from .written import Fused, Rebuilt, Shapes, Variant
+from .written import Fused, Rebuilt, Shapes, Variant, count_blocks
 
 PATCH = (2, 2)
 REFINERS = 2
@@ -44,17 +43,13 @@ def config_from(shapes: Shapes) -> dict[str, Any]:
         "patch_size": PATCH[0],
         "in_channels": patch_channels // (PATCH[0] * PATCH[1]),
         "hidden_size": width,
-        "num_layers": _count(shapes, "layers"),
-        "num_refiner_layers": _count(shapes, "noise_refiner"),
+        "num_layers": count_blocks(shapes, "layers"),
+        "num_refiner_layers": count_blocks(shapes, "noise_refiner"),
         "num_attention_heads": width // head_dim,
         "num_kv_heads": shapes["layers.0.attn.to_k.weight"][0] // head_dim,
         "axes_dim_rope": (head_dim - 2 * axis, axis, axis),
         "cap_feat_dim": shapes["time_caption_embed.caption_embedder.1.weight"][1],
     }
-
-
-def _count(shapes: Shapes, blocks: str) -> int:
-    return len({found[1] for name in shapes if (found := re.match(rf"{blocks}\.(\d+)\.", name))})
 
 
 def unsupported_config(config: Mapping[str, Any]) -> str:

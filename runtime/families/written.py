@@ -13,6 +13,11 @@ TILE = 128
 """Rows of a tile of a 4-bit weight."""
 
 
+def count_blocks(shapes: Shapes, blocks: str) -> int:
+    """How many blocks of a name or pattern there are tensors of."""
+    return len({found[1] for name in shapes if (found := re.match(rf"{blocks}\.(\d+)\.", name))})
+
+
 @dataclass(frozen=True)
 class Variant:
     """A relative that is told apart but not run: its name, and a tensor name (after renaming) that gives it away."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from .cuts import Activations, LinearShard, Moment, TensorSplit, TokenPlace, TokenSplit
 from .flux import LATENT
 from .spec import FamilySpec
-from .written import Fused, NunchakuFile, PackedLinear, Rebuilt, Shapes, Variant
+from .written import Fused, NunchakuFile, PackedLinear, Rebuilt, Shapes, Variant, count_blocks
 
 PATCH = (2, 2)
 BLOCK = r"(?:noise_refiner|context_refiner|layers)\.\d+"
@@ -41,18 +40,14 @@ def config_from(shapes: Shapes) -> dict[str, Any]:
         "all_f_patch_size": (1,),
         "in_channels": patch_channels // (PATCH[0] * PATCH[1]),
         "dim": width,
-        "n_layers": _count(shapes, "layers"),
-        "n_refiner_layers": _count(shapes, "noise_refiner"),
+        "n_layers": count_blocks(shapes, "layers"),
+        "n_refiner_layers": count_blocks(shapes, "noise_refiner"),
         "n_heads": heads,
         "n_kv_heads": heads,
         "cap_feat_dim": shapes["cap_embedder.1.weight"][1],
         "axes_dims": (head_dim // 4, head_dim * 3 // 8, head_dim * 3 // 8),
         "axes_lens": (1536, 512, 512),
     }
-
-
-def _count(shapes: Shapes, blocks: str) -> int:
-    return len({found[1] for name in shapes if (found := re.match(rf"{blocks}\.(\d+)\.", name))})
 
 
 def unsupported_config(config: Mapping[str, Any]) -> str:
