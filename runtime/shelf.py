@@ -53,8 +53,9 @@ class Shelf:
         """
         count = self._mesh.largest(self._too_many(needed))
         for _ in range(count):
-            model, _ = self._pipelines.popitem(last=False)
-            log.info("%r makes room", model)
+            model = next(iter(self._pipelines))
+            del self._pipelines[model]  # no name may be left that holds it when memory is released
+            log.info("%s makes room", model.model)
         release_memory()
 
     def _too_many(self, needed: Bytes) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +58,15 @@ def test_a_limit_may_be_a_part_of_what_is_free_without_the_models(monkeypatch, a
     for name in "abc":
         put(shelf, name, 10)
     assert names(shelf) == kept
+
+
+def test_a_model_that_makes_room_is_gone_when_memory_is_released(monkeypatch):
+    shelf, gone = Shelf(KeepSettings(host="10MB"), mesh=Mesh.single()), []
+    put(shelf, "a", 10)
+    pipeline = weakref.ref(shelf.take(model("a")))
+    monkeypatch.setattr(shelf_module, "release_memory", lambda: gone.append(pipeline() is None))
+    put(shelf, "b", 10)
+    assert gone == [True]
 
 
 def test_a_gpu_has_a_limit_of_its_own(monkeypatch):
