@@ -63,8 +63,9 @@ def test_a_limit_may_be_a_part_of_what_is_free_without_the_models(monkeypatch, a
 def test_a_model_that_makes_room_is_gone_when_memory_is_released(monkeypatch):
     shelf, gone = Shelf(KeepSettings(host="10MB"), mesh=Mesh.single()), []
     put(shelf, "a", 10)
-    pipeline = weakref.ref(shelf.take(model("a")))
-    monkeypatch.setattr(shelf_module, "release_memory", lambda: gone.append(pipeline() is None))
+    tensor = shelf.take(model("a")).weight = torch.zeros(1)
+    left, tensor = weakref.ref(tensor), None
+    monkeypatch.setattr(shelf_module, "release_memory", lambda: gone.append(left() is None))
     put(shelf, "b", 10)
     assert gone == [True]
 
