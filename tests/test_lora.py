@@ -260,6 +260,28 @@ def test_a_file_written_anew_is_read_anew_where_its_stamp_says_so(tmp_path):
     assert torch.equal(latents[0], latents[1]) and relative_error(latents[2], latents[0]) > 1e-2
 
 
+def test_what_only_scales_and_the_biases_of_pairs_are_told_of(tmp_path):
+    unread = {
+        "diffusion_model.blocks.0.attn1.to_q.lora_B.bias": torch.zeros(128),
+        "lora_unet_blocks_1_self_attn_k.alpha": torch.tensor(3.0),
+        "lora_unet_blocks_1_self_attn_v.dora_scale": torch.ones(128, 1),
+    }
+    [report] = load().use_loras([write(tmp_path / "lora.safetensors", peft(ONE, Draw(1)) | unread)])
+    assert report == f"lora.safetensors: 1 target applied; not applied: {', '.join(unread)}"
+
+
+@pytest.mark.parametrize("memory", [{"offload": "layerwise", "resident_blocks": "0"}, {}], ids=str)
+def test_a_report_says_which_were_not_fused(memory, tmp_path):
+    lora = write(tmp_path / "lora.safetensors", kohya(LAYERS, Draw(1))).model_copy(update={"fuse": True})
+    pipeline = load(memory=MemorySettings(**memory))
+    [report] = pipeline.use_loras([lora])
+    told = f"{pairs_of(pipeline)} of them not fused but kept as pairs, since their weights are quantised or offloaded"
+    assert pairs_of(pipeline) == (12 if memory else 0)
+    assert report == f"lora.safetensors: {len(LAYERS)} targets applied" + (f"; {told}" if memory else "")
+    [report] = pipeline.use_loras([lora.model_copy(update={"fuse": False})])
+    assert "fused" not in report
+
+
 def test_layouts_may_stand_beside_each_other_in_a_file(tmp_path):
     parts = [
         kohya(ONE, Draw(1)),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from runtime.checkpoint import build_transformer
+from runtime.errors import Refused
 from runtime.families import FAMILIES
 from runtime.families.wan import WAN
 from runtime.inspection import inspect_model
@@ -16,7 +17,7 @@ from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.settings import ModelSettings
 from runtime.tiny_shapes.export import to_comfy_transformer
-from tests.lora_files import Draw, dora, dotted, loha, lokr, weights_of, write
+from tests.lora_files import Draw, added, dora, dotted, flat, kohya, loha, lokr, weights_of, write
 
 SHAPES, FLUX_SHAPES = (build_transformer(inspect_model(f"random:{family}"))[1] for family in ("wan", "flux"))
 
@@ -66,6 +67,16 @@ def test_every_layer_is_found_by_its_flat_original_name():
     for name in weights:
         [target] = layers.find("lora_unet_" + name.removesuffix(".weight").replace(".", "_"))
         assert torch.equal(names[target.name], original[name])
+
+
+def test_a_layer_that_is_missing_hides_none_of_its_kind():
+    """Of a block that a smaller model has not, or of another family with a similar name."""
+    names = LayerNames(WAN, SHAPES)
+    for missing, there in (
+        ("blocks_35_self_attn_q", "blocks_1_self_attn_q"), ("blocks_1_ffn_1", "blocks_1_ffn_2"), ("head_0", "head_head"),
+    ):  # fmt: skip
+        assert names.find(f"lora_unet_{missing}") == ()
+        assert len(names.find(f"lora_unet_{there}")) == 1
 
 
 QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
@@ -153,6 +164,37 @@ def test_flux_has_the_shift_of_its_last_layer_behind_the_scale(tmp_path):
     shift, scale = (up @ down).chunk(2)
     assert torch.allclose(linear.pairs[0].up @ linear.pairs[0].down, torch.cat([scale, shift]), atol=1e-7)
     assert torch.allclose(linear.bias - before, torch.arange(256.0).roll(128), atol=1e-4)
+
+
+def test_columns_of_a_layer_in_another_order_are_brought_to_their_length(tmp_path):
+    name = "final_layer.adaLN_modulation.1"
+    tensors = dora({name: (256, 128)}, Draw(1), by_row=False)
+    pipeline = Pipeline.load(ModelSettings(model="random:flux"), mesh=Mesh.single(), progress=ignore_progress)
+    weight = torch.cat(pipeline.transformer.norm_out.linear.weight.double().chunk(2)[::-1])
+    changed = weight + added(tensors, name)
+    changed = changed * tensors[f"{flat(name)}.dora_scale"] / changed.norm(dim=0, keepdim=True)
+    pipeline.use_loras([write(tmp_path / "lora.safetensors", tensors)])
+    found = torch.cat(pipeline.transformer.norm_out.linear.weight.chunk(2)[::-1])
+    assert torch.allclose(found, changed.float(), atol=1e-6)
+
+
+def test_columns_of_several_layers_in_one_are_refused_by_name(tmp_path):
+    tensors = dora({"double_blocks.0.img_attn.qkv": (384, 128)}, Draw(1), by_row=False)
+    pipeline = Pipeline.load(ModelSettings(model="random:flux"), mesh=Mesh.single(), progress=ignore_progress)
+    with pytest.raises(
+        Refused, match=r"lora.safetensors cannot be split for transformer_blocks.0.attn.to_q.weight: .* columns"
+    ):
+        pipeline.use_loras([write(tmp_path / "lora.safetensors", tensors)])
+
+
+@pytest.mark.parametrize(
+    ("family", "way"), [("flux", "LoraLoader behind the CLIP Loader"), ("wan", "connect a strength_clip")]
+)
+def test_a_file_for_text_alone_is_told_where_it_belongs(family, way, tmp_path):
+    tensors = kohya({"layer": (8, 8)}, Draw(1), name=lambda layer: f"lora_te1_{layer}")
+    pipeline = Pipeline.load(ModelSettings(model=f"random:{family}"), mesh=Mesh.single(), progress=ignore_progress)
+    with pytest.raises(Refused, match=f"changes a text encoder alone: .*{way}"):
+        pipeline.use_loras([write(tmp_path / "lora.safetensors", tensors)])
 
 
 @pytest.mark.parametrize("kind", ["loha", "lokr", "dora"])

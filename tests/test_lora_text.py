@@ -114,7 +114,9 @@ def test_a_file_for_both_changes_each_at_its_own_strength(layers, tmp_path):
     assert report.startswith(
         "both.safetensors: 1 target applied; left to Outrigger Text Encode: lora_te1_encoder_block_"
     )
-    with pytest.raises(Refused, match="changes a text encoder alone: set strength_model to 0"):
+    with pytest.raises(
+        Refused, match="changes a text encoder alone: set strength_model to 0 and connect a strength_clip"
+    ):
         pipeline.use_loras([alone])
     assert pipeline.use_loras([alone.model_copy(update={"strength": 0.0})]) == ()
 

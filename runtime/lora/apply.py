@@ -20,7 +20,7 @@ from ..pairs import Pair
 from ..parallel.tensor import add_up
 from ..settings import LoraSettings
 from .changes import Change, Place
-from .held import HeldLoras, can_fold
+from .held import HeldLora, HeldLoras, can_fold
 from .names import WEIGHT, Names
 
 
@@ -74,7 +74,14 @@ class Loras:
                 uses.setdefault(name, []).append(Use(part, lora.strength, self._is_folded(name, part, lora.fuse)))
         for name in sorted({*self._uses, *uses}):
             self._put_on(name, uses.get(name, []))
-        return tuple(file.report for file in held)
+        return tuple(file.report + self._not_folded(lora, file) for lora, file in zip(loras, held, strict=True))
+
+    def _not_folded(self, lora: LoraSettings, file: HeldLora) -> str:
+        """What to tell of a file that should be folded in, but of which pairs stay beside their weights."""
+        kept = [name for name, part in file.parts.items() if isinstance(part, Pair) and not self._folds(name)]
+        if not lora.fuse or not kept:
+            return ""
+        return f"; {len(kept)} of them not fused but kept as pairs, since their weights are quantised or offloaded"
 
     def _is_folded(self, name: str, part: Pair | Change, fuse: bool) -> bool:
         return isinstance(part, Change) or (fuse and self._folds(name))

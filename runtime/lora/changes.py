@@ -242,12 +242,15 @@ class Decomposed(Change):
         return self.magnitude.ndim > 0 and len(self.magnitude) > 1
 
     def rows(self, cut: Cut) -> Decomposed:
-        """With the magnitudes of those rows. Raises `ValueError` when they are those of columns."""
+        """With the magnitudes of those rows. Raises `ValueError` when they are those of columns, which have more rows."""
         if cut == WHOLE:
             return self
+        inner = self.inner.rows(cut)
+        if not self.by_row and inner.shape[0] == self.shape[0]:
+            return replace(self, inner=inner)
         if not self.by_row:
             raise ValueError("its magnitudes are those of the columns of several layers in one")
-        return replace(self, inner=self.inner.rows(cut), magnitude=cut.take(self.magnitude))
+        return replace(self, inner=inner, magnitude=cut.take(self.magnitude))
 
     def apply(self, weight: torch.Tensor, strength: float, place: Place) -> torch.Tensor:
         """Part of the way, as the strength says, to the weight of the trained lengths."""

@@ -73,7 +73,7 @@ def read_lora(path: str, *, names: Names) -> LoraFile:
     for target, change in _changes(file, layers, targets, names):
         if target.name in changes:
             raise Refused(f"{file.name} has two changes of {target.name}: download it again")
-        changes[target.name] = _fitting(file, change.rows(target.rows), target, names, layers)
+        changes[target.name] = _fitting(file, _rows_for(file, change, target), target, names, layers)
     if not changes and names.family:
         raise Refused(_fits_nothing(file, everything, names))
     return LoraFile(file, changes, tuple(sorted(unused)), tuple(sorted(others)))
@@ -118,6 +118,15 @@ def _refuse_kind(file: Path, roles: Roles) -> None:
             )
 
 
+def _rows_for(file: Path, change: Change, target: Target) -> Change:
+    try:
+        return change.rows(target.rows)
+    except ValueError as error:
+        raise Refused(
+            f"{file.name} cannot be split for {target.name}: {error}, which is not available yet. Choose a LoRA without it"
+        ) from error
+
+
 def _fitting(file: Path, change: Change, target: Target, names: Names, layers: Collection[str]) -> Change:
     """The change, whose shape must be that of its target."""
     full = tuple(names.shapes[target.name])
@@ -132,9 +141,15 @@ def _fitting(file: Path, change: Change, target: Target, names: Names, layers: C
 def _fits_nothing(file: Path, layers: Layers, names: Names) -> str:
     keys = summary(key for roles in layers.values() for key in roles.values())[:1200]
     if not any(map(names.owns, layers)):
-        return f"{file.name} changes a text encoder alone: set strength_model to 0. Its keys are {keys}"
+        return f"{file.name} changes a text encoder alone: {_way_out(names)}. Its keys are {keys}"
     likely = _likely(layers, names)
     return f"{file.name} changes nothing of {names.title}{likely}. Its keys are {keys}. Choose a LoRA for this model"
+
+
+def _way_out(names: Names) -> str:
+    if names.family.text_encoders:
+        return f"ComfyUI encodes the prompts of {names.title}, so put it there, in a LoraLoader behind the CLIP Loader"
+    return "set strength_model to 0 and connect a strength_clip"
 
 
 def _likely(layers: Collection[str], names: Names) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 BIAS = "bias difference"
 _ROLES = (
-    (r"\.lora_down\.weight|[._]lora\.down\.weight|\.lora_linear_layer\.down\.weight|\.lora_A(\.\w+)?(\.weight)?", "down"),
-    (r"\.lora_up\.weight|[._]lora\.up\.weight|\.lora_linear_layer\.up\.weight|\.lora_B(\.\w+)?(\.weight)?", "up"),
+    (r"\.lora_down\.weight|[._]lora\.down\.weight|\.lora_linear_layer\.down\.weight|\.lora_A(\.(?!bias$)\w+)?(\.weight)?", "down"),
+    (r"\.lora_up\.weight|[._]lora\.up\.weight|\.lora_linear_layer\.up\.weight|\.lora_B(\.(?!bias$)\w+)?(\.weight)?", "up"),
     (r"(?<=_lora[12])\.down\.weight", "down"),
     (r"(?<=_lora[12])\.up\.weight", "up"),
     (r"\.alpha", "alpha"),
@@ -46,6 +46,8 @@ REFUSED_ROLES = {
     "widened": "a control LoRA, which gives the model more input channels",
 }
 """Roles of kinds that are told apart but not applied."""
+_SCALES = {"alpha", "magnitude", "magnitude_of_sum"}
+"""Roles of what another tensor is multiplied by."""
 TEXT_ENCODER = re.compile(r"lora_te\d*_|text_encoders?(_\d)?[._]|te\d?[._]|clip_[lg]\.")
 """How keys for a text encoder begin."""
 
@@ -77,8 +79,10 @@ def group_keys(keys: Iterable[str]) -> tuple[dict[str, dict[str, str]], list[str
 
 
 def unread_roles(roles: Collection[str]) -> set[str]:
-    """Of the roles of a layer those that count for nothing, since it has a stronger one: as in ComfyUI."""
+    """Of the roles of a layer those that count for nothing: it has a stronger one, as in ComfyUI, or nothing to scale."""
     own = {*roles} - {BIAS}
+    if own <= _SCALES:
+        return own
     return next((own - {strong} for strong in ("value", "difference") if strong in own), set())
 
 

@@ -93,9 +93,9 @@ class LayerNames:
         own = self._flat.get(layer)
         if own is not None:
             return (Target(own),)
-        alike = re.sub(r"\d+", "0", layer)
+        alike = re.sub(r"\d+", "0", layer, count=1)  # a block may be missing here that others of its kind are not
         if alike not in self._dots:
-            self._dots[alike] = self._reading(layer)
+            self._dots[alike] = self._reading(layer) or self._reading(alike)
         separators = self._dots[alike]
         return () if separators is None else self._find_dotted(_joined(layer.split("_"), separators))
 
