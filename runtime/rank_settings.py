@@ -21,6 +21,7 @@ VARIABLES = {
 """The environment variable of each field."""
 
 _BYTES = re.compile(r"(\d{1,12}(?:\.\d{1,3})?) ?([KMGT])i?B", re.IGNORECASE)
+_MINUTES = re.compile(r"\d{1,6}(?:\.\d{0,6})?|\.\d{1,6}")
 _PART = re.compile(r"0?\.\d{1,6}|[01](?:\.0*)?")
 
 
@@ -54,6 +55,15 @@ class KeepSettings(Settings):
         raise ValueError(
             f"{VARIABLES[info.field_name]} {text!r} is not one of: {parts}an amount such as 20GB or 512MB, or 0"
         )
+
+    @field_validator("idle_minutes", mode="before")
+    @classmethod
+    def _known_minutes(cls, value: object) -> object:
+        if isinstance(value, str) and not _MINUTES.fullmatch(value.strip()):
+            raise ValueError(
+                f"{VARIABLES['idle_minutes']} {value!r} is not a number of minutes such as 60 or 0.5, or 0 for never"
+            )
+        return value
 
     @property
     def prompt_bytes(self) -> int:
