@@ -17,14 +17,14 @@ from .encoders.text import TextEncoder
 from .encoders.text_loras import for_text
 from .encoders.vae import Autoencoder
 from .encoders.vae_files import load_autoencoder
-from .errors import Refused
 from .inspection import ModelFacts
 from .mesh import Mesh
 from .message import Conditioning
+from .parts import text_encoder_of, vae_of
 from .progress import ReportProgress
 from .protocol import LOADING
 from .release import release_memory
-from .settings import AXES, FROM_MODEL, LoraSettings, ModelSettings
+from .settings import AXES, LoraSettings, ModelSettings
 
 AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 """By kind of device. Text encoders always run in these: T5 overflows in fp16."""
@@ -49,7 +49,8 @@ class Components:
         every rank but the first. Raises `Refused` without a text encoder.
         """
         chosen = for_text(loras)
-        folder, tokenizer = self._text_encoder_folders()  # on every rank, so that all refuse alike and stay
+        # on every rank, so that all refuse alike and stay
+        folder, tokenizer = text_encoder_of(self._settings, self._facts)
         if any(self._mesh.index(axis) for axis in AXES if axis != "tensor"):
             return None
         report = GroupProgress(progress, self._mesh.group("tensor"))
@@ -121,32 +122,11 @@ class Components:
         )
 
     def _load_autoencoder(self, progress: ReportProgress) -> Autoencoder:
-        path = self._facts.vae if self._settings.vae == FROM_MODEL else Path(self._settings.vae)
-        if path is None:
-            raise Refused(
-                f"{self._facts.name} comes without a VAE: use a VAE Loader with VAE Decode or VAE Encode, or choose a "
-                f"VAE in Load Model"
-            )
+        path = vae_of(self._settings, self._facts)
         progress(LOADING, 0, 1)
         model, rows = load_autoencoder(path, self._family), Rows(self._mesh.group(*AXES))
         device = HOST if self._settings.memory.vae_device == "cpu" else self._mesh.device
         return Autoencoder(model, form=self._family.latent, rows=rows, device=device)
-
-    def _text_encoder_folders(self) -> tuple[Path, Path]:
-        """Where text encoder and tokenizer are. Raises `Refused` when there are none."""
-        if self._family.text_encoders:
-            raise Refused(f"{self._family.title} takes {self._family.text_encoders}")
-        folder, tokenizer = self._facts.text_encoder, self._facts.tokenizer
-        if self._settings.text_encoder != FROM_MODEL:
-            folder = Path(self._settings.text_encoder)
-            places = (folder,) if folder.is_file() else (folder.parent / "tokenizer", folder)
-            tokenizer = next((path for path in places if path.exists()), None)
-        if folder is None or tokenizer is None:
-            raise Refused(
-                f"{self._facts.name} comes without a text encoder: use a CLIP Loader (type wan) and CLIP Text Encode, or "
-                f"choose a umt5_xxl file or the text_encoder folder of a diffusers model in Load Model"
-            )
-        return folder, tokenizer
 
 
 def _file_states(*places: Path) -> Iterator[tuple[str, int, int]]:

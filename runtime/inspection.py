@@ -116,7 +116,7 @@ def _folder(path: Path) -> ModelFacts:
         return _transformer_folder(path)
     raise Refused(
         f"{path} has no model_index.json: it is not a diffusers model folder. Choose the folder that holds "
-        f"model_index.json and transformer/, or a .safetensors file"
+        f"model_index.json and transformer/, or a .safetensors or .gguf file"
     )
 
 

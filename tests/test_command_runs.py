@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -19,10 +20,11 @@ from runtime.errors import Refused
 from runtime.families import FAMILIES
 from runtime.families.flux import FLUX
 from runtime.families.wan import WAN
-from runtime.inspection import inspect_model
+from runtime.inspection import MODEL_FOLDER, inspect_model
 from runtime.tiny_shapes import check
 
 PROMPT = "a red circle on a white background"
+TRANSFORMER = MODEL_FOLDER / "transformer"
 
 
 @pytest.fixture(autouse=True)
@@ -108,11 +110,12 @@ def test_verify_refuses_a_plan_before_it_starts_anything(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drawn_prompts_have_the_widths_that_the_family_reads(family):
+def test_drawn_prompts_have_the_widths_and_lengths_that_the_family_reads(family):
     facts = inspect_model(f"random:{family}")
     positive, negative = drawn_conditioning(facts)
-    assert positive.embedding.shape[1:] == (19, facts.config[facts.spec.text_width])
-    assert positive.embedding.shape[1] != negative.embedding.shape[1]
+    lengths = (facts.spec.text_length,) * 2 if facts.spec.picture_tokens else (19, 12)
+    assert (positive.embedding.shape[1], negative.embedding.shape[1]) == lengths
+    assert positive.embedding.shape[2] == facts.config[facts.spec.text_width]
     assert (positive.pooled is None) is (not facts.spec.pooled_width)
 
 
@@ -168,6 +171,20 @@ def test_generate_refuses_before_it_starts_anything(capsys, monkeypatch, tmp_pat
     (tmp_path / "folder.png").mkdir()
     assert main(["generate", "--model", "tiny-shapes", "--prompt", PROMPT, *words]) == 1
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "says"),
+    [
+        (TRANSFORMER, [], "comes without a text encoder"),
+        (TRANSFORMER, ["--text-encoder", str(TRANSFORMER.parent / "text_encoder")], r"comes without a VAE.*\(--vae\)"),
+        ("random:flux", [], "takes CLIP-L and T5: use a DualCLIPLoader"),
+    ],
+)
+def test_generate_tells_of_a_missing_part_before_it_samples(capsys, monkeypatch, model, words, says):
+    monkeypatch.setattr(generate, "own_sidecar", None)
+    assert main(["generate", "--model", str(model), "--prompt", PROMPT, "--out", "a.png", *words]) == 1
+    assert re.search(says, capsys.readouterr().err)
 
 
 def test_a_latent_has_the_shape_that_a_picture_or_video_has():

@@ -1,4 +1,4 @@
-"""Prompt to picture or video, without ComfyUI."""
+"""Prompt to picture or video, without ComfyUI, for models whose text encoder and VAE are read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..inspection import inspect_model
 from ..machine import Machine
+from ..parts import text_encoder_of, vae_of
 from ..plan import plan_model
 from ..settings import FROM_MODEL
 from .flags import add_model_flags, add_output_flags, model_settings
@@ -49,7 +50,10 @@ def run(chosen: argparse.Namespace) -> int:
     from .pictures import check_path, write
 
     check_path(out, frames=size["frames"])
-    latent = empty_latent(inspect_model(model.model).spec.latent, **size)
+    facts = inspect_model(model.model)
+    for part in (text_encoder_of, vae_of):  # one that is missing is told of now, not after all steps
+        part(model, facts)
+    latent = empty_latent(facts.spec.latent, **size)
     seconds: dict[str, float] = {}
     with _timed(seconds, "total"), own_sidecar() as asker:
         with _timed(seconds, "load"):
