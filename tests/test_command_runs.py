@@ -25,6 +25,7 @@ from runtime.tiny_shapes import check
 
 PROMPT = "a red circle on a white background"
 TRANSFORMER = MODEL_FOLDER / "transformer"
+WEIGHTS = TRANSFORMER / "diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(autouse=True)
@@ -178,6 +179,7 @@ def test_generate_refuses_before_it_starts_anything(capsys, monkeypatch, tmp_pat
     [
         (TRANSFORMER, [], "comes without a text encoder"),
         (TRANSFORMER, ["--text-encoder", str(TRANSFORMER.parent / "text_encoder")], r"comes without a VAE.*\(--vae\)"),
+        ("tiny-shapes", ["--vae", str(WEIGHTS)], r"pytorch_model.safetensors is no Wan 2.1 VAE \(it lacks"),
         ("random:flux", [], "takes CLIP-L and T5: use a DualCLIPLoader"),
     ],
 )

@@ -46,13 +46,14 @@ def run(chosen: argparse.Namespace) -> int:
     parts = {part: find_part(getattr(chosen, part), folders) for part, folders in PARTS.items()}
     model, settings, size = model_settings(chosen, **parts), sample_settings(chosen), size_of(chosen)
     plan, out = plan_model(model, Machine.here()), Path(chosen.out)
-    from .inputs import empty_latent  # torch: not before it is needed
+    from ..encoders.vae_files import check_autoencoder  # torch: not before it is needed
+    from .inputs import empty_latent
     from .pictures import check_path, write
 
     check_path(out, frames=size["frames"])
     facts = inspect_model(model.model)
-    for part in (text_encoder_of, vae_of):  # one that is missing is told of now, not after all steps
-        part(model, facts)
+    text_encoder_of(model, facts)  # what is missing or of another kind is told of now, not after all steps
+    check_autoencoder(vae_of(model, facts), facts.spec)
     latent = empty_latent(facts.spec.latent, **size)
     seconds: dict[str, float] = {}
     with _timed(seconds, "total"), own_sidecar() as asker:

@@ -19,32 +19,44 @@ from .vae_names import FILES, VaeFile, vae_part
 
 def load_autoencoder(path: Path, family: FamilySpec) -> nn.Module:
     """The VAE of a family, in float32 on the CPU. Raises `Refused` when the path holds something else."""
+    check_autoencoder(path, family)
+    return _from_folder(path, family) if path.is_dir() else _from_file(path, FILES[family.vae_class])
+
+
+def check_autoencoder(path: Path, family: FamilySpec) -> None:
+    """Raise `Refused` when what is at a path is no VAE of a family, by its configuration or names alone."""
     if not family.vae_class:
         raise Refused(f"the VAE of {family.title} is not available yet: use a VAE Loader with VAE Decode or VAE Encode")
     if path.is_dir():
-        return _from_folder(path, family)
-    if family.vae_class not in FILES:
+        kind = read_json(path / "config.json").get("_class_name")
+        if kind != family.vae_class:
+            raise Refused(f"{path} holds a VAE of another kind ({kind}): {family.title} needs an {family.vae_class}")
+    elif family.vae_class not in FILES:
         raise Refused(
             f"{path} is a single file, and for {family.title} a diffusers folder is needed: choose one, or use a VAE Loader "
             f"and VAE Decode"
         )
-    return _from_file(path, FILES[family.vae_class])
+    else:
+        _stored_names(path, FILES[family.vae_class])
 
 
 def _from_folder(path: Path, family: FamilySpec) -> nn.Module:
-    kind = read_json(path / "config.json").get("_class_name")
-    if kind != family.vae_class:
-        raise Refused(f"{path} holds a VAE of another kind ({kind}): {family.title} needs an {family.vae_class}")
-    model_class = getattr(diffusers, kind)
+    model_class = getattr(diffusers, family.vae_class)
     return load_folder(model_class, path, build=model_class.from_config, torch_dtype=torch.float32)
 
 
-def _from_file(path: Path, kind: VaeFile) -> nn.Module:
-    part = vae_part(header := read_header(path))
+def _stored_names(path: Path, kind: VaeFile) -> dict[str, str]:
+    """The names of a file's tensors by those of the class. Raises `Refused` for a file of another kind."""
+    part = vae_part(read_header(path))
     names = {name: part[stored] for name, stored in kind.renamed(part).items()}
     for needed in kind.signature:
         if needed not in names:
             raise Refused(f"{path} is no {kind.title} (it lacks {needed}): use a VAE Loader and VAE Decode instead")
+    return names
+
+
+def _from_file(path: Path, kind: VaeFile) -> nn.Module:
+    header, names = read_header(path), _stored_names(path, kind)
     model_class = getattr(diffusers, kind.model_class)
     with building(model_class, where=path):
         model = model_class(**kind.config_from({name: header[stored].shape for name, stored in names.items()}))
