@@ -23,6 +23,7 @@ from .stored import BLOCKS, FP8, FP8_FORMATS, PLAIN, Stored
 from .tiny_shapes import MODEL_FOLDER
 
 RANDOM = "random:"
+READ = (".safetensors", ".sft", GGUF_SUFFIX)
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 PARTS = ("text_encoder", "tokenizer", "vae", "transformer_2")
@@ -32,8 +33,8 @@ RECORDED = Path(__file__).resolve().parent / "families" / "tiny"
 ALIKE = 0.75
 """So much of a family's signature makes a file one of it that lacks the rest; families have names in common."""
 MAX_JSON_BYTES = 64 << 20
-SHOWN = 300
-"""Characters of a path that an error shows."""
+SHOWN, NAMED = 300, 3
+"""Characters of a path and files of a folder that an error shows."""
 
 
 def inspect_model(model: str, *, quant: str = PLAIN) -> ModelFacts:
@@ -116,8 +117,15 @@ def _folder(path: Path) -> ModelFacts:
         return _transformer_folder(path)
     raise Refused(
         f"{path} has no model_index.json: it is not a diffusers model folder. Choose the folder that holds "
-        f"model_index.json and transformer/, or a .safetensors or .gguf file"
+        f"model_index.json and transformer/, or {_files_in(path)}"
     )
+
+
+def _files_in(folder: Path) -> str:
+    """The files of a folder that a model may be in, in words."""
+    names = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in READ)
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"one of its files: {', '.join(names[:NAMED])}{more}" if names else f"a {READ[0]} or {GGUF_SUFFIX} file"
 
 
 def _pipeline_folder(path: Path) -> ModelFacts:
@@ -196,7 +204,7 @@ def _file(path: Path) -> ModelFacts:
         raise Refused(
             f"{path} is a pickle, which can run code and is never opened: use a .safetensors file of the model"
         )
-    if path.suffix.lower() not in (".safetensors", ".sft", GGUF_SUFFIX):
+    if path.suffix.lower() not in READ:
         raise Refused(f"{path} is not a .safetensors or .gguf file: choose one, or a diffusers folder")
     read = read_gguf if path.suffix.lower() == GGUF_SUFFIX else read_header
     whole = read(path)

@@ -38,13 +38,14 @@ def test_an_id_that_is_not_in_the_cache_is_an_error_at_once_that_says_where_to_p
     assert time.monotonic() - started < 5
 
 
-def test_an_id_in_the_cache_is_the_folder_of_its_newest_snapshot(cache):
+@pytest.mark.parametrize("file", ["model_index.json", "model-Q8_0.gguf"])
+def test_an_id_in_the_cache_is_the_folder_of_its_newest_snapshot(cache, file):
     model = cache / f"models--{HUB_ID.replace('/', '--')}"
     snapshot = model / "snapshots" / REVISION
     snapshot.mkdir(parents=True)
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text(REVISION)
-    (snapshot / "model_index.json").write_text("{}")
+    (snapshot / file).write_text("{}")
     assert find_model(HUB_ID) == str(snapshot)
 
 

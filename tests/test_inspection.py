@@ -151,6 +151,13 @@ def test_other_kinds_of_file_are_not_opened(tmp_path, name, words):
         inspect_model(str(tmp_path / name))
 
 
+def test_a_folder_of_files_is_refused_with_their_names(tmp_path):
+    for name in ("b.gguf", "a.safetensors", "notes.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(Refused, match=r"or one of its files: a\.safetensors, b\.gguf$"):
+        inspect_model(str(tmp_path))
+
+
 def test_missing_files_folders_and_families_are_refused(tmp_path):
     for model, words in (
         (str(tmp_path / "none.safetensors"), "no such file"),

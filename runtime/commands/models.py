@@ -42,11 +42,14 @@ def find_model(name: str) -> str:
 
 
 def _cached(hub_id: str) -> Path | None:
-    """The folder of a model of the Hub in the local cache, where it is there."""
-    from huggingface_hub import try_to_load_from_cache
+    """The folder of a model of the Hub in the local cache, where it is there, whatever is in it."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
 
-    found = (try_to_load_from_cache(hub_id, file) for file in (INDEX, "config.json"))
-    return next((Path(path).parent for path in found if isinstance(path, str)), None)
+    home = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=hub_id, repo_type="model"))
+    revision = home / "refs" / "main"
+    folder = home / "snapshots" / revision.read_text().strip() if revision.is_file() else None
+    return folder if folder and folder.is_dir() else None
 
 
 def find_part(name: str, folders: tuple[str, ...]) -> str:
