@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
 from .activations import activation_bytes
@@ -53,6 +53,15 @@ class Needs:
         if tensor > groups:
             return f"tensor {tensor} is more than the {groups} heads of keys and values of {name}"
         return self._idle(degrees) or self._cut_group(tensor)
+
+    @property
+    def limits(self) -> str:
+        """What degrees that are left open can be, in words."""
+        load = self.workload
+        within = [f"ring x ulysses at most {load.tokens(self.facts.spec.patch)} tokens"] if load else []
+        within += [f"data at most a batch of {load.batch}"] if load else []
+        heads = f"ulysses x tensor at most {self.facts.heads} heads"
+        return ", ".join((heads, *within, f"cfg 1 or {USUAL_BRANCHES}"))
 
     def _idle(self, degrees: Mapping[str, int]) -> str:
         """Which ranks would have nothing to do; empty when all have."""
@@ -112,6 +121,11 @@ class Needs:
     def lacks(self, degrees: Degrees) -> bool:
         """Whether weights and what a step works with are more than the memory, as far as that is known."""
         return 0 < self.memory < self.bytes_per_rank(degrees.tensor) + self.activation_bytes(degrees)
+
+    @property
+    def offloaded(self) -> Needs:
+        """The same with blocks that are not on the device while they do not run."""
+        return replace(self, offload=self.offload.model_copy(update={"offload": "layerwise"}))
 
     def choices(self, count: int, fixed: Mapping[str, int], *, branches: int = USUAL_BRANCHES) -> list[Degrees]:
         """The legal degrees for `count` ranks with some degrees given; the best one first.

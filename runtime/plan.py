@@ -68,7 +68,7 @@ class PlanRefused(Refused):
 
     def __init__(self, message: str, *, nearest: ParallelSettings | None) -> None:
         self.nearest = nearest
-        way_out = f"The nearest plan that works: {_described(nearest)}" if nearest else "No plan of this machine works"
+        way_out = f"The nearest plan that works: {_described(nearest)}" if nearest else "No plan of these GPUs works"
         super().__init__(f"{message}. {way_out}")
 
 
@@ -107,7 +107,7 @@ def make_plan(
 ) -> Plan:
     """The plan for these settings. Raises `PlanRefused` with formula, numbers and the nearest legal plan.
 
-    Of a `workload` nothing follows but what is refused, so that all requests of one graph have the same plan.
+    A `workload` only rules out degrees that would leave ranks idle: all other requests of one graph have the same plan.
     """
     holding = Holding(dtype, offload, workload)
     problem = _problem(parallel, facts, machine, holding)
@@ -146,23 +146,22 @@ def _problem(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, ho
         return missing
     devices = _devices(parallel, machine)
     if len(devices) > MAX_DEGREE:
-        return f"{_formula(parallel)} = {parallel.product} is more than {MAX_DEGREE} ranks"
+        asked = f"{_formula(parallel)} = {len(devices)}" if parallel.devices == "auto" else parallel.devices
+        return f"{asked} is more than {MAX_DEGREE} ranks"
     needs = _needs(facts, machine, devices, holding)
     choices = needs.choices(len(devices), parallel.set_degrees)
     if not choices:
-        return _does_not_fill(parallel, facts, len(devices))
+        return _does_not_fill(parallel, needs, len(devices))
     return _too_large(needs, devices, choices[0])
 
 
-def _does_not_fill(parallel: ParallelSettings, facts: ModelFacts, count: int) -> str:
+def _does_not_fill(parallel: ParallelSettings, needs: Needs, count: int) -> str:
     """Why no degrees with those that are set make the number of devices."""
-    text = f"{parallel.devices} is {count} device{'s'[: count > 1]}, but {_formula(parallel)} = {parallel.product}"
+    product = f" = {parallel.product}" if parallel.set_degrees else ""
+    text = f"{parallel.devices} is {count} device{'s'[: count > 1]}, but {_formula(parallel)}{product}"
     if count % parallel.product:
         return f"{text}, of which {count} is no multiple"
-    return (
-        f"{text}, and the degrees left open (ulysses x tensor at most {facts.heads} heads, cfg 1 or 2) do not make it "
-        f"{count}"
-    )
+    return f"{text}, and the degrees left open ({needs.limits}) do not make it {count}"
 
 
 def _too_large(needs: Needs, devices: Sequence[str], degrees: Degrees) -> str:
@@ -170,10 +169,11 @@ def _too_large(needs: Needs, devices: Sequence[str], degrees: Degrees) -> str:
     if not needs.lacks(degrees):
         return ""
     work = needs.activation_bytes(degrees)
+    offload = "" if needs.offloaded.lacks(degrees) else "; with offload layerwise (Configure Memory) they fit"
     return (
         f"the weights of {needs.facts.name} take {_gib(needs.bytes_per_rank(degrees.tensor))} on each rank at tensor "
         f"{degrees.tensor}{f' and a step {_gib(work)} more' if work else ''}, but {', '.join(devices)} "
-        f"{'have' if devices[1:] else 'has'} {_gib(needs.memory)}"
+        f"{'have' if devices[1:] else 'has'} {_gib(needs.memory)}{offload}"
     )
 
 
@@ -216,7 +216,8 @@ def _nearest(
     """Settings with a plan: as near as can be in the number of devices, then in the degrees that were set."""
     wanted = min(parallel.device_count or parallel.product, MAX_DEGREE)
     usable = _usable_gpus(parallel, machine)
-    for numbers in (usable, list(range(len(machine.cuda)))):
+    largest = sorted(range(len(machine.cuda)), key=lambda number: -machine.cuda[number].memory_mib)
+    for numbers in (usable, list(range(len(machine.cuda))), largest):
         most = len(numbers) if usable else wanted
         for count in sorted(range(1, most + 1), key=lambda count: abs(count - wanted)):
             devices = [f"cuda:{number}" for number in numbers[:count]] if usable else ["cpu"] * count
@@ -234,7 +235,8 @@ def _change(parallel: ParallelSettings, degrees: Degrees) -> float:
 
 
 def _settings(parallel: ParallelSettings, devices: Sequence[str], degrees: Degrees) -> ParallelSettings:
-    if parallel.devices == "auto":
+    first = [f"cuda:{number}" for number in range(len(devices))]
+    if parallel.devices == "auto" and devices in (first, ["cpu"] * len(devices)):
         named = "auto"
     elif devices[0] == "cpu":
         named = f"cpu:{len(devices)}"

@@ -239,6 +239,7 @@ def test_a_plan_says_degrees_devices_bytes_and_why(capsys):
         (["--devices", "cpu:2", "--ulysses", "2", "--ring", "2"], "ring 2 x ulysses 2 = 4"),
         (["--devices", "cuda:0,1"], "cuda:0, cuda:1 are not there"),
         (["--cfg-parallel", "4"], "set cfg to 1, 2 or 3"),
+        (["--devices", "cpu:70"], "cpu:70 is more than 64 ranks"),
     ],
 )
 def test_a_plan_that_is_refused_names_one_that_is_not(capsys, words, says):
@@ -253,6 +254,8 @@ def test_settings_that_are_none_are_refused_in_the_users_words(capsys):
     for words, says in (
         (["--devices", "gpu"], "devices 'gpu' is not one of"),
         (["--ring", "-1"], "set it to 0 or more"),
+        (["--batch", "-5"], "batch is -5: set it to 1 or more"),
+        (["--width", "-16"], "set it to one, 8 or more"),
     ):
         status, answer = printed(capsys, *PLAN, *words)
         assert status == 1 and says in answer["reason"]

@@ -74,6 +74,7 @@ def test_open_degrees_take_cfg_first_then_ulysses_then_the_ring(settings, machin
         ({"tensor": 4}, NO_GPU, 2, ("tensor 4", "4 ranks for 2 heads", "tensor 2")),
         ({"ulysses": 2, "tensor": 2}, NO_GPU, 2, ("ulysses 2 x tensor 2 = 4", "2 heads", "cfg 2, ring 1, ulysses 2")),
         ({"ulysses": 2, "ring": 64}, NO_GPU, 2, ("ulysses 2 = 128", "more than 64 ranks")),
+        ({"devices": "cpu:70", "ring": 2}, NO_GPU, 2, ("cpu:70 is more than 64 ranks", "cpu:64")),
         ({"cfg": 4}, NO_GPU, 2, ("cfg 4", "set cfg to 1, 2 or 3", "cfg 2, ring 1, ulysses 2")),
         ({"cfg": 2}, with_gpus(1), 2, ("cfg 2 = 2 needs 2 GPUs", "1 GPU")),
         ({"devices": "cuda:0"}, NO_GPU, 2, ("cuda:0", "no GPU", "cpu:1")),
@@ -261,9 +262,35 @@ def test_what_a_step_works_with_counts_against_the_memory():
 
 
 def test_a_model_that_fits_nowhere_has_no_nearest_plan():
-    with pytest.raises(PlanRefused, match="No plan of this machine works") as refusal:
+    with pytest.raises(PlanRefused, match="No plan of these GPUs works") as refusal:
         make_plan(ParallelSettings(), LARGE, Machine(cuda=(SMALL_GPU,)), dtype="fp32")
     assert refusal.value.nearest is None and "56.0 GiB" in str(refusal.value)
+
+
+def test_a_model_that_fits_with_offload_says_so():
+    blocks = {f"blocks.{number}.{name}": shape for number in range(8) for name, shape in LARGE.shapes.items()}
+    many = replace(LARGE, shapes=blocks, layers=8)
+    machine = Machine(cuda=(CudaDevice("GPU", 160 << 10),))
+    with pytest.raises(PlanRefused, match=r"has 160\.0 GiB; with offload layerwise"):
+        make_plan(ParallelSettings(), many, machine)
+    offload = MemorySettings(offload="layerwise")
+    assert make_plan(ParallelSettings(), many, machine, offload=offload).devices == ("cuda:0",)
+
+
+def test_the_largest_gpu_alone_is_a_nearest_plan_where_the_first_is_too_small():
+    mixed = Machine(cuda=(SMALL_GPU, CudaDevice("large", 80 << 10)))
+    with pytest.raises(PlanRefused, match="cuda:0, cuda:1 have 24") as refusal:
+        make_plan(ParallelSettings(ring=2), LARGE, mixed, dtype="fp32")
+    assert make_plan(refusal.value.nearest, LARGE, mixed, dtype="fp32").devices == ("cuda:1",)
+
+
+def test_open_degrees_that_the_request_limits_are_refused_with_its_numbers():
+    """One token: a ring of 7 would have nothing to do."""
+    load = Workload((1, 16, 1, 2, 2), branches=2)
+    with pytest.raises(
+        PlanRefused, match=r"no degree set, and .* 2 heads, ring x ulysses at most 1 tokens, data at most a"
+    ):
+        make_plan(ParallelSettings(devices="cpu:7"), model_with(2), NO_GPU, workload=load)
 
 
 def test_the_tiny_model_has_a_plan_for_each_of_its_heads():

@@ -32,7 +32,9 @@ def latent_shape(form: LatentFormat, *, width: int, height: int, frames: int, ba
     """The shape of the latent of a picture or video of this size. Raises `Refused` for a size that none has."""
     for name, size in (("width", width), ("height", height)):
         if size < form.spatial or size % form.spatial:
-            raise Refused(f"{name} {size} is no multiple of {form.spatial}: set it to one")
+            raise Refused(f"{name} {size} is no multiple of {form.spatial}: set it to one, {form.spatial} or more")
+    if batch < 1:
+        raise Refused(f"batch is {batch}: set it to 1 or more")
     for name, size in (("width", width), ("height", height), ("frames", frames)):
         if size > MOST:
             raise Refused(f"{name} is {size}: set it to {MOST} or less")
