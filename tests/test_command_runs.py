@@ -108,6 +108,9 @@ def test_verify_refuses_a_plan_before_it_starts_anything(capsys, monkeypatch):
     monkeypatch.setattr(verify, "own_sidecar", None)
     assert main(["verify", "--model", "random:wan", "--devices", "cpu:2", "--ring", "3", "--json"]) == 1
     assert "nearest plan that works" in answer(capsys)["reason"]
+    few = ["--devices", "cpu:4", "--ring", "4", "--width", "16", "--height", "32"]
+    assert main(["verify", "--model", "random:wan", *few, "--json"]) == 1
+    assert "4 ranks share the tokens, but this latent has 2" in answer(capsys)["reason"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -165,6 +168,8 @@ def test_generate_draws_what_the_prompt_says_and_logs_no_prompt(capsys, caplog):
         (["--out", "a.png", "--steps", "0"], "steps is 0: set it to 1 or more"),
         (["--out", "a.png", "--vae", "none.safetensors"], "none.safetensors: no such file or folder"),
         (["--out", "a.png", "--devices", "cpu:3", "--ulysses", "2"], "nearest plan that works"),
+        (["--out", "a.png", "--devices", "cpu:3", "--cfg-parallel", "3"], "guidance evaluates 2 here"),
+        (["--out", "a.png", "--devices", "cpu:2", "--data", "2"], "this latent has 1"),
     ],
 )
 def test_generate_refuses_before_it_starts_anything(capsys, monkeypatch, tmp_path, words, says):

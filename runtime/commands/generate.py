@@ -11,15 +11,17 @@ from pathlib import Path
 
 from ..inspection import inspect_model
 from ..machine import Machine
+from ..needs import USUAL_BRANCHES
 from ..parts import text_encoder_of, vae_of
 from ..plan import plan_model
 from ..settings import FROM_MODEL
+from ..workload import Workload
 from .flags import add_model_flags, add_output_flags, model_settings
 from .models import TEXT_ENCODER_FOLDERS, VAE_FOLDERS, find_part
 from .output import show
 from .sampler import add_sampling_flags, sample_settings
 from .sidecar import own_sidecar
-from .sizes import size_of
+from .sizes import latent_shape, size_of
 
 STEPS = 20
 PARTS = {"text_encoder": TEXT_ENCODER_FOLDERS, "text_encoder_2": TEXT_ENCODER_FOLDERS, "vae": VAE_FOLDERS}
@@ -45,16 +47,17 @@ def run(chosen: argparse.Namespace) -> int:
     """Draw it, and say where it is and what took how long."""
     parts = {part: find_part(getattr(chosen, part), folders) for part, folders in PARTS.items()}
     model, settings, size = model_settings(chosen, **parts), sample_settings(chosen), size_of(chosen)
-    plan, out = plan_model(model, Machine.here()), Path(chosen.out)
+    facts, out = inspect_model(model.model), Path(chosen.out)
+    form, branches = facts.spec.latent, USUAL_BRANCHES if settings.needs_negative else 1
+    plan = plan_model(model, Machine.here(), workload=Workload(latent_shape(form, **size), branches=branches))
     from ..encoders.vae_files import check_autoencoder  # torch: not before it is needed
     from .inputs import empty_latent
     from .pictures import check_path, write
 
     check_path(out, frames=size["frames"])
-    facts = inspect_model(model.model)
     text_encoder_of(model, facts)  # what is missing or of another kind is told of now, not after all steps
     check_autoencoder(vae_of(model, facts), facts.spec)
-    latent = empty_latent(facts.spec.latent, **size)
+    latent = empty_latent(form, **size)
     seconds: dict[str, float] = {}
     with _timed(seconds, "total"), own_sidecar() as asker:
         with _timed(seconds, "load"):

@@ -16,7 +16,8 @@ from ..errors import Refused
 from ..inspection import inspect_model
 from ..machine import Machine
 from ..needs import USUAL_BRANCHES
-from ..plan import plan_model
+from ..plan import plan_model, plan_work
+from ..protocol import Sample
 from ..settings import ModelSettings
 from ..stored import PLAIN
 from .flags import add_model_flags, add_output_flags, model_settings
@@ -46,12 +47,14 @@ def run(chosen: argparse.Namespace) -> int:
     model, settings = model_settings(chosen), sample_settings(chosen)
     one_rank = model.model_copy(update={"parallel": model.parallel.one_rank})
     machine = Machine.here()
-    plan, _ = plan_model(model, machine), plan_model(one_rank, machine)  # both are refused before anything is started
+    plan = plan_model(model, machine)
     plain = _unquantised(one_rank, chosen.unquantised)
     facts = inspect_model(model.model)
     if plan.cfg > USUAL_BRANCHES:
         settings = settings.model_copy(update={"cfg_middle": settings.cfg})
     request = {"settings": settings, **_inputs(facts, size_of(chosen), batch=plan.data, branches=plan.cfg)}
+    works = (Sample(job="plan", model=each, **request) for each in (one_rank, model))
+    _, plan = (plan_work(each, machine) for each in works)  # both are refused before anything is started
     with own_sidecar() as asker:
         reference, result, *exact = (
             asker.sample(each, **request).latent for each in (one_rank, model, *filter(None, [plain]))
