@@ -229,10 +229,10 @@ def _file(path: Path) -> ModelFacts:
 
 
 def _unknown(path: Path, header: Mapping[str, TensorEntry]) -> str:
-    keys = "; ".join(f"{family.title}: {', '.join(family.signature[:3])}" for family in FAMILIES.values())
+    titles = "; ".join(family.title for family in FAMILIES.values())
     return (
         f"{path} is of no architecture that is available. It has {len(header)} tensors such as "
-        f"{', '.join(sorted(header)[:3])}; looked for {keys}"
+        f"{', '.join(sorted(header)[:NAMED])}; looked for those of: {titles}. Choose a file of one of these"
     )
 
 

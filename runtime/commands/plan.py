@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, how it is to be spread, and what a step is of."""
     add_model_flags(parser)
     add_size_flags(parser)
-    parser.add_argument("--batch", type=int, default=0, help="pictures or videos at once; one for each replica")
+    parser.add_argument("--batch", type=int, default=0, help="pictures or videos at once; 0 for one for each replica")
     add_output_flags(parser)
 
 

@@ -1,1 +1,1 @@
-"""Text encoders and autoencoders: the classes of transformers and diffusers, on the first rank alone."""
+"""Text encoders and autoencoders: the classes of transformers and diffusers, on one rank or over several."""
