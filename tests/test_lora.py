@@ -275,7 +275,7 @@ def test_a_report_says_which_were_not_fused(memory, tmp_path):
     lora = write(tmp_path / "lora.safetensors", kohya(LAYERS, Draw(1))).model_copy(update={"fuse": True})
     pipeline = load(memory=MemorySettings(**memory))
     [report] = pipeline.use_loras([lora])
-    told = f"{pairs_of(pipeline)} of them not fused but kept as pairs, since their weights are quantised or offloaded"
+    told = f"{pairs_of(pipeline)} of them not fused but kept beside their weights, which are quantised or offloaded"
     assert pairs_of(pipeline) == (12 if memory else 0)
     assert report == f"lora.safetensors: {len(LAYERS)} targets applied" + (f"; {told}" if memory else "")
     [report] = pipeline.use_loras([lora.model_copy(update={"fuse": False})])

@@ -27,13 +27,16 @@ LAYOUTS = {
     "flux2": ("original", "kohya"),
     "chroma": ("original", "PEFT"),
     "sd3": ("original", "kohya", "PEFT", "diffusers", "SimpleTuner", "OneTrainer"),
+    "lumina2": ("original", "kohya"),
 }
 LEFT_OUT = {
     "flux2": {"PEFT", "SimpleTuner", "OneTrainer", "original prefix, other names"},
     "chroma": {"kohya", "SimpleTuner", "OneTrainer", "original prefix, other names"},
+    "lumina2": {"SimpleTuner", "original prefix, other names"},
 }
 """Names of Flux.1 that ComfyUI 0.3 has for Flux.2 too, which are not those of its class, and parts of what is one layer in
-it. Chroma's are Flux.1's, and its 355 layers take a while.
+it. Chroma's are Flux.1's, and its 355 layers take a while. Those of Z-Image that it has for Lumina 2 too are of as many rows
+for keys as for queries.
 """
 FEW_STEPS = {
     ("qwen", "bare"): {"steps": 4, "cfg": 1.0, "shift": 3.0, "shift_node": "AuraFlow", "scheduler": "sgm_uniform"},

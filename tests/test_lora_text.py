@@ -7,12 +7,13 @@ import copy
 import pytest
 import torch
 
+from runtime.encoders.text_loras import for_text
 from runtime.errors import Refused
 from runtime.lora.text_names import TextNames
 from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
 from runtime.settings import TINY_SHAPES, LoraSettings, ModelSettings
-from tests.lora_files import Draw, Tensors, pairs, write
+from tests.lora_files import Draw, Tensors, kohya, pairs, write
 from tests.ranks import relative_error, run_as_threads
 
 LIMIT = 2e-6
@@ -129,6 +130,17 @@ def test_what_fits_no_layer_of_the_encoder_is_told_by_name(layers, tmp_path):
         "clip.safetensors: 0 targets applied to the text encoder UMT5; not applied: "
         + ", ".join(f"lora_te1_text_model_encoder_layers_0_mlp_fc1.{role}" for role in ("alpha", "lora_down.weight", "lora_up.weight"))
     ]  # fmt: skip
+
+
+def test_a_file_without_a_part_for_text_encodes_no_prompt_anew(layers, tmp_path):
+    ordinary = write(tmp_path / "ordinary.safetensors", kohya({"blocks.0.attn1.to_q": (128, 128)}, Draw(1)))
+    both = write(tmp_path / "both.safetensors", parts(layers, "kohya"))
+    gone = ordinary.model_copy(update={"path": str(tmp_path / "gone.safetensors")})
+    assert for_text([ordinary, both]) == (both,)
+    told = Told()
+    assert torch.equal(encoded(load(), ordinary, told=told), encoded(load())) and not told.notices
+    with pytest.raises(Refused, match="no such LoRA"):
+        encoded(load(), gone)
 
 
 def test_the_second_of_several_encoders_has_its_number():

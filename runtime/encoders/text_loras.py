@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from ..linear import ParallelEmbedding
 from ..lora.apply import Loras
+from ..lora.formats import TEXT_ENCODER
 from ..lora.text_names import TextNames
+from ..safetensors_header import read_header
 from ..settings import LoraSettings
 
 
@@ -23,6 +26,16 @@ def loras_of(model: nn.Module, *, title: str, comfyui: str, dtype: torch.dtype, 
 
 
 def for_text(loras: Iterable[LoraSettings]) -> tuple[LoraSettings, ...]:
-    """The same files at the strength that they have for text, without those that are off there."""
+    """The same files at the strength that they have for text, without those that are off or have nothing there: whose
+    strengths encode no prompt anew.
+    """
     strengths = ((lora, lora.strength if lora.strength_clip is None else lora.strength_clip) for lora in loras)
-    return tuple(lora.model_copy(update={"strength": each, "fuse": False}) for lora, each in strengths if each)
+    chosen = ((lora, strength) for lora, strength in strengths if strength and _has_text(Path(lora.path)))
+    return tuple(lora.model_copy(update={"strength": strength, "fuse": False}) for lora, strength in chosen)
+
+
+def _has_text(path: Path) -> bool:
+    try:
+        return any(map(TEXT_ENCODER.match, read_header(path)))
+    except (OSError, ValueError):
+        return True  # to be refused where it is read

@@ -77,11 +77,11 @@ class Loras:
         return tuple(file.report + self._not_folded(lora, file) for lora, file in zip(loras, held, strict=True))
 
     def _not_folded(self, lora: LoraSettings, file: HeldLora) -> str:
-        """What to tell of a file that should be folded in, but of which pairs stay beside their weights."""
-        kept = [name for name, part in file.parts.items() if isinstance(part, Pair) and not self._folds(name)]
+        """What to tell of a file that should be folded in, but of which some stays beside the weights."""
+        kept = sum(not self._folds(name) for name in file.parts)
         if not lora.fuse or not kept:
             return ""
-        return f"; {len(kept)} of them not fused but kept as pairs, since their weights are quantised or offloaded"
+        return f"; {kept} of them not fused but kept beside their weights, which are quantised or offloaded"
 
     def _is_folded(self, name: str, part: Pair | Change, fuse: bool) -> bool:
         return isinstance(part, Change) or (fuse and self._folds(name))
