@@ -66,7 +66,7 @@ def test_every_command_has_help(capsys, name):
         (["--ulyses", "2"], "did you mean --ulysses?"),
         (["--dtype", "bf17"], "did you mean bf16?"),
         (["--cfg", "2"], "unrecognized arguments: --cfg"),
-        (["--ring", "two"], "--ring: invalid int value: 'two'"),
+        (["--ring", "two"], "--ring: invalid int value: 'two'\n"),
     ],
 )
 def test_an_unknown_flag_is_an_error_that_names_the_nearest(capsys, words, says):

@@ -21,7 +21,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         """End with the message and what was probably meant."""
         choice = re.search(r"invalid choice: '([^']*)'", message)
-        words = [choice[1]] if choice else [word.split("=")[0] for word in message.split() if word.startswith("--")]
+        words = (
+            [choice[1]] if choice else [re.split("[=:]", word)[0] for word in message.split() if word.startswith("--")]
+        )
         known = [*self._option_string_actions, *(choice for a in self._actions for choice in a.choices or ())]
         near = [match for word in words for match in difflib.get_close_matches(word, known, n=1) if word not in known]
         super().error(f"{message} (did you mean {near[0]}?)" if near else message)
