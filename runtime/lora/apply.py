@@ -78,8 +78,8 @@ class Loras:
 
     def _not_folded(self, lora: LoraSettings, file: HeldLora) -> str:
         """What to tell of a file that should be folded in, but of which some stays beside the weights."""
-        kept = sum(not self._folds(name) for name in file.parts)
-        if not lora.fuse or not kept:
+        kept = sum(not self._folds(name) for name in file.parts) if lora.fuse else 0
+        if not kept:
             return ""
         return f"; {kept} of them not fused but kept beside their weights, which are quantised or offloaded"
 
