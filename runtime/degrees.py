@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 
+from .settings import formula
+
 
 @dataclass(frozen=True)
 class Degrees:
@@ -29,7 +31,7 @@ class Degrees:
     @property
     def formula(self) -> str:
         """The axes that have more than one rank, such as "cfg 2 x ulysses 4"."""
-        return " x ".join(f"{axis} {degree}" for axis, degree in vars(self).items() if degree > 1) or "one rank"
+        return formula({axis: degree for axis, degree in vars(self).items() if degree > 1}) or "one rank"
 
 
 def factored(count: int, fixed: list[int]) -> Iterator[tuple[int, ...]]:

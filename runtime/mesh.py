@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from datetime import timedelta
 
 import torch
@@ -91,24 +91,16 @@ class Mesh:
 
         A group of several axes is formed when it is first asked for, so all ranks ask for it together.
         """
-        key = tuple(axis for axis, degree in self._degrees.items() if axis in axes and degree > 1)
+        key = self._key(axes)
         if key and key not in self._groups:
             self._groups[key] = _own_group(key, self._degrees)
         return self._groups.get(key)
-
-    def least(self, value: int) -> int:
-        """The smallest of all ranks' values, on every rank. All ranks call it together."""
-        if self.control is None:
-            return value
-        number = torch.tensor([value], dtype=torch.int64)
-        dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self.control)
-        return int(number)
 
     def own_group(self, *axes: str) -> dist.ProcessGroup | None:
         """A new group of the ranks that differ from this one along `axes` alone, for a thread that talks beside the others;
         None when it is the only one. All ranks ask for it together.
         """
-        key = tuple(axis for axis, degree in self._degrees.items() if axis in axes and degree > 1)
+        key = self._key(axes)
         return _new_group(key, self._degrees) if key else None
 
     def agree(self, value: int) -> int:
@@ -119,13 +111,24 @@ class Mesh:
         dist.broadcast(number, src=0, group=self.control)
         return int(number)
 
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values, on every rank. All ranks call it together."""
+        return self._reduced(value, dist.ReduceOp.MIN)
+
     def largest(self, value: int) -> int:
-        """The largest value of all ranks, on each. All ranks call it together."""
+        """The largest of all ranks' values, on every rank. All ranks call it together."""
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def _reduced(self, value: int, operation: dist.ReduceOp) -> int:
         if self.control is None:
             return value
         number = torch.tensor([value], dtype=torch.int64)
-        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.control)
+        dist.all_reduce(number, op=operation, group=self.control)
         return int(number)
+
+    def _key(self, axes: Container[str]) -> tuple[str, ...]:
+        """Those of the axes that have more than one rank, in the mesh's order."""
+        return tuple(axis for axis, degree in self._degrees.items() if axis in axes and degree > 1)
 
 
 def _place(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from .degrees import Degrees, factored
 from .footprint import ON_DEVICE, bytes_per_rank
 from .inspection import ModelFacts
 from .parallel.lengths import grained_lengths
-from .settings import MemorySettings
+from .settings import MemorySettings, formula
 from .stored import shared_features
 from .workload import Workload
 
@@ -46,9 +46,8 @@ class Needs:
         sharing = {axis: degrees[axis] for axis in ("ulysses", "tensor") if degrees.get(axis, 1) > 1}
         ranks = math.prod(sharing.values())
         if heads < ranks:
-            formula = " x ".join(f"{axis} {degree}" for axis, degree in sharing.items())
             product = f" = {ranks}" if len(sharing) > 1 else ""
-            return f"{formula}{product} is more than the {heads} attention heads of {name}: {ranks} ranks for {heads} heads"
+            return f"{formula(sharing)}{product} is more than the {heads} attention heads of {name}: {ranks} ranks for {heads} heads"
         tensor, groups = degrees.get("tensor", 1), heads // self.facts.spec.tensor.together
         if tensor > groups:
             return f"tensor {tensor} is more than the {groups} heads of keys and values of {name}"
@@ -79,8 +78,7 @@ class Needs:
         sharing = {axis: degrees[axis] for axis in axes if degrees.get(axis, 1) > 1}
         ranks, tokens = math.prod(sharing.values()), load.tokens(self.facts.spec.patch)
         if ranks > tokens:
-            formula = " x ".join(f"{axis} {degree}" for axis, degree in sharing.items())
-            return f"{formula}: {ranks} ranks share the tokens, but this latent has {tokens}"
+            return f"{formula(sharing)}: {ranks} ranks share the tokens, but this latent has {tokens}"
         return ""
 
     def _cut_group(self, tensor: int) -> str:

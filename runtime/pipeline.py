@@ -23,7 +23,7 @@ from .lora.experts import use_on
 from .lora.names import LayerNames
 from .mesh import Mesh
 from .offload.host_copy import sharing
-from .parts import check_parts
+from .parts import check_offload, check_parts
 from .picture_tokens import read_pictures
 from .prediction import ByNoise, Predictor, check_positions
 from .previews import Draw, previewer
@@ -106,6 +106,7 @@ class Pipeline:
         """
         facts = inspect_settings(settings)
         check_parts(settings)
+        check_offload(facts, settings.memory)
         make_room(bytes_needed(facts, settings, mesh))
         sequence = Sequence(mesh, heads=facts.heads // mesh.degree("tensor"), joined=facts.spec.split.joined)
         kinds = [kind for each in facts.experts for stored in each.stored.values() for kind in stored.kinds]

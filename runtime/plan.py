@@ -17,7 +17,7 @@ from .machine import Machine
 from .needs import MOST_BRANCHES, USUAL_BRANCHES, Needs
 from .parts import check_offload, check_parts
 from .protocol import Sample, Work
-from .settings import AXES, MAX_DEGREE, MemorySettings, ModelSettings, ParallelSettings
+from .settings import AXES, MAX_DEGREE, MemorySettings, ModelSettings, ParallelSettings, formula
 from .stored import GROUPS
 from .workload import Workload
 
@@ -263,7 +263,7 @@ def _gib(size: int) -> str:
 
 
 def _formula(parallel: ParallelSettings) -> str:
-    return " x ".join(f"{axis} {degree}" for axis, degree in parallel.set_degrees.items()) or "no degree set"
+    return formula(parallel.set_degrees) or "no degree set"
 
 
 def _described(parallel: ParallelSettings) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from .settings import AUTO, Settings
+from .settings import AUTO, ParallelSettings, Settings
 
 AUTO_PART = 0.7
 """So much of the memory that is free without them may loaded models take; the rest is for what a step works with."""
@@ -82,17 +82,14 @@ class RankSettings(Settings):
     """What a rank is told at its start, as one line of JSON on its standard input.
 
     `endpoint`, `identity` and `token` lead to the server; `store` is the file where the ranks meet; `pool` names the
-    sidecar's folder of shared memory, empty for none. `devices` holds one device for each rank, as the rank sees them.
+    sidecar's folder of shared memory, empty for none. `devices` holds one device for each rank, as the rank sees them, and `parallel` the degrees of their
+    mesh.
     `keep` is what stays loaded.
     """
 
     rank: int = Field(ge=0)
     devices: tuple[str, ...] = Field(min_length=1)
-    data: int = Field(default=1, ge=1)
-    cfg: int = Field(default=1, ge=1)
-    ring: int = Field(default=1, ge=1)
-    ulysses: int = Field(default=1, ge=1)
-    tensor: int = Field(default=1, ge=1)
+    parallel: ParallelSettings
     endpoint: str
     identity: str
     token: str

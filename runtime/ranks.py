@@ -17,6 +17,7 @@ from .channel import Bell
 from .plan import Plan
 from .protocol import Memory, RankReport
 from .rank_settings import KeepSettings, RankSettings
+from .settings import ParallelSettings
 
 PACK_ROOT = Path(__file__).resolve().parent.parent
 WORKER = (sys.executable, "-m", "runtime.worker")
@@ -129,7 +130,7 @@ class Ranks:
                 RankSettings(
                     rank=rank,
                     devices=_local_devices(plan),
-                    **plan.degrees,
+                    parallel=ParallelSettings(**plan.degrees),
                     endpoint=endpoint,
                     identity=f"{self._name}-{rank}",
                     token=token,

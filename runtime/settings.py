@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -52,6 +53,11 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
+def formula(degrees: Mapping[str, int]) -> str:
+    """Degrees as one multiplies them, such as "cfg 2 x ulysses 4"."""
+    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+
+
 class ParallelSettings(Settings):
     """Devices and the degree of each mesh axis; 0 leaves a degree to the planner.
 
@@ -80,9 +86,8 @@ class ParallelSettings(Settings):
     def _degrees_fit_devices(self) -> ParallelSettings:
         count, product = self.device_count, self.product
         if count is not None and (count % product if self.open_axes else count != product):
-            formula = " x ".join(f"{axis} {degree}" for axis, degree in self.set_degrees.items())
             raise ValueError(
-                f"{self.devices} is {count} device{'s'[: count > 1]}, but {formula} = {product}: "
+                f"{self.devices} is {count} device{'s'[: count > 1]}, but {formula(self.set_degrees)} = {product}: "
                 f"choose degrees whose product is {count}, or set a degree to 0 to have it chosen"
             )
         return self
@@ -96,14 +101,19 @@ class ParallelSettings(Settings):
         return int(listed) if kind == "cpu" else listed.count(",") + 1
 
     @property
+    def degrees(self) -> dict[str, int]:
+        """Degree by axis, outermost first; 0 is one that is left to the planner."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
     def set_degrees(self) -> dict[str, int]:
         """The degrees that are not left to the planner, by axis."""
-        return {axis: getattr(self, axis) for axis in AXES if getattr(self, axis)}
+        return {axis: degree for axis, degree in self.degrees.items() if degree}
 
     @property
     def open_axes(self) -> tuple[str, ...]:
         """The axes that are left to the planner."""
-        return tuple(axis for axis in AXES if not getattr(self, axis))
+        return tuple(axis for axis, degree in self.degrees.items() if not degree)
 
     @property
     def one_rank(self) -> ParallelSettings:

@@ -11,7 +11,6 @@ from torch import nn
 
 from .blocks import BlockRunner
 from .checkpoint import Shapes
-from .errors import Refused
 from .free_memory import free_bytes
 from .holding import Streamed, held_dtype
 from .inspection import ModelFacts
@@ -41,21 +40,13 @@ def choose_streamed(
     device: torch.device,
     mesh: Mesh,
 ) -> Streamed:
-    """What to stream, of a transformer that has no weights yet: every Linear of those blocks becomes a `ParallelLinear`.
-
-    Raises `Refused` where the weights are in no file to stream from.
-    """
-    from_file = memory.offload == "disk"
-    if from_file and not facts.sources:
-        raise Refused(f"offload disk: {facts.name} has random weights, which are in no file: choose offload layerwise")
+    """What to stream, of a transformer that has no weights yet: every Linear of those blocks becomes a `ParallelLinear`."""
     blocks = streamed_blocks(transformer, facts.spec.blocks, memory, dtype=dtype, free=partial(_free_everywhere, mesh))
     for block in blocks:
         _hold_linears(transformer.get_submodule(block))
     ordered = [name for source in facts.sources for name in source.names] or list(shapes)
     names = {block: tuple(name for name in ordered if _is_streamed(transformer, block, name)) for block in blocks}
-    for name in (name for listed in names.values() for name in listed if from_file):
-        _held(local_part(transformer, name), name, facts, dtype)  # refused here, before a weight is read
-    return Streamed(names, from_file=from_file)
+    return Streamed(names, from_file=memory.offload == "disk")
 
 
 def _free_everywhere(mesh: Mesh) -> int:
@@ -139,10 +130,7 @@ def _file_weights(
     shapes: Shapes,
     dtype: torch.dtype,
 ) -> ReadWeights:
-    """This rank's part of these tensors, to be read from the file each time.
-
-    Raises `Refused` where the file does not have them as they are used.
-    """
+    """This rank's part of these tensors, to be read from the file each time."""
     held, parts = [], []
     for name in names:
         source = next(source for source in facts.sources if name in source.names)
@@ -155,10 +143,5 @@ def _file_weights(
 
 
 def _held(part: LocalPart, name: str, facts: ModelFacts, dtype: torch.dtype) -> Held:
-    parameter = dict(part.module.named_parameters()).get(part.leaf)
-    if parameter is None:
-        raise Refused(
-            f"offload disk reads the weights of {facts.name} as its file has them, but {name} is converted when it is "
-            f"loaded: choose offload layerwise"
-        )
+    parameter = part.module.get_parameter(part.leaf)
     return Held(part.module, part.leaf, parameter.shape, held_dtype(name, parameter, facts, dtype) or parameter.dtype)

@@ -50,7 +50,7 @@ from .protocol import (
 )
 from .rank_settings import RankSettings
 from .release import release_memory
-from .settings import AXES, ModelSettings, ParallelSettings
+from .settings import ModelSettings, ParallelSettings
 from .shelf import Shelf
 
 MANY_STEPS = 100
@@ -107,7 +107,7 @@ class Worker:
         folder = shared_folder(settings.pool)
         self._pool, self._mappings = Pool(folder, owner=settings.identity), Mappings(folder)
         self._connection = Connection(zmq.Context.instance(), settings.endpoint, identity=settings.identity)
-        self._parallel = ParallelSettings(**{axis: getattr(settings, axis) for axis in AXES})
+        self._parallel = settings.parallel
         self._meshes = {self._parallel: self.mesh}
         self._shelf = Shelf(settings.keep, mesh=self.mesh)
         self._prompts = RememberedPrompts(0 if settings.rank else settings.keep.prompt_bytes)
@@ -140,8 +140,7 @@ class Worker:
     def _stand_in(self, parallel: ParallelSettings) -> None:
         """Stand in a mesh of these degrees. What is loaded stays in its own, for when that is asked for again."""
         if parallel not in self._meshes:
-            degrees = {axis: getattr(parallel, axis) for axis in AXES}
-            self._meshes[parallel] = Mesh.of_world(degrees, device=self.settings.device)
+            self._meshes[parallel] = Mesh.of_world(parallel.degrees, device=self.settings.device)
         self.mesh, self._parallel = self._meshes[parallel], parallel
 
     def cancel_came(self, job: str) -> bool:
@@ -268,8 +267,8 @@ def _end_with_stdin() -> None:
 
 
 def _mesh(settings: RankSettings) -> Mesh:
-    degrees = {axis: getattr(settings, axis) for axis in AXES}
-    return Mesh.join(degrees, rank=settings.rank, device=settings.device, init_method=f"file://{settings.store}")
+    place = {"rank": settings.rank, "device": settings.device}
+    return Mesh.join(settings.parallel.degrees, **place, init_method=f"file://{settings.store}")
 
 
 def _is_out_of_memory(error: Exception) -> bool:

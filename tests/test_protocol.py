@@ -16,7 +16,7 @@ from runtime.protocol import (
     request_from,
 )
 from runtime.rank_settings import RankSettings
-from runtime.settings import ModelSettings, SampleSettings
+from runtime.settings import ModelSettings, ParallelSettings, SampleSettings
 
 MODEL = ModelSettings(model="m")
 
@@ -107,7 +107,14 @@ def test_messages_are_immutable():
 
 def test_what_a_rank_is_told_survives_json():
     settings = RankSettings(
-        rank=1, devices=("cpu", "cpu"), cfg=2, endpoint="ipc:///x", identity="a-1", token="t", store="/s", pool="p"
+        rank=1,
+        devices=("cpu", "cpu"),
+        parallel=ParallelSettings(cfg=2),
+        endpoint="ipc:///x",
+        identity="a-1",
+        token="t",
+        store="/s",
+        pool="p",
     )
     assert RankSettings.model_validate_json(settings.model_dump_json()) == settings
     assert (settings.world, settings.device) == (2, "cpu")

@@ -11,7 +11,7 @@ from ..kernels import kernels_here
 from ..machine import Machine
 from ..needs import USUAL_BRANCHES
 from ..plan import plan_model
-from ..settings import AXES, ModelSettings
+from ..settings import ModelSettings
 from ..stored import FOUR_BIT
 from ..workload import Workload
 from .flags import add_model_flags, add_output_flags, model_settings
@@ -67,7 +67,7 @@ def _answer(chosen: argparse.Namespace) -> dict[str, Any]:
             "plan": None,
             "bytes_per_rank": None,
             "reason": str(refusal),
-            "nearest": nearest and {axis: getattr(nearest, axis) for axis in AXES},
+            "nearest": nearest and nearest.degrees,
             "nearest_devices": nearest and nearest.devices,
         }
     return {

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .cuts import LinearShard, TensorSplit, TokenPlace, TokenSplit
+from .cuts import LinearShard, TensorSplit
+from .flux import DOUBLE, FLUX, SINGLE
 from .spec import FamilySpec, LatentFormat
 from .written import Fused, Shapes, count_blocks
 
 PATCH = (1, 1)
 WIDER = 3
 """How much wider the feed-forward layers are, in every published size."""
-DOUBLE, SINGLE = r"transformer_blocks\.\d+", r"single_transformer_blocks\.\d+"
 RENAMES = (
     (r"^img_in\.", "x_embedder."),
     (r"^txt_in\.", "context_embedder."),
@@ -147,16 +147,7 @@ FLUX2 = FamilySpec(
     layers="num_layers",
     text_width="joint_attention_dim",
     blocks=("transformer_blocks", "single_transformer_blocks"),
-    split=TokenSplit(
-        split=(
-            TokenPlace("", "hidden_states"),
-            TokenPlace("", "img_ids", dim=0),
-            TokenPlace("", "encoder_hidden_states", stream="text"),
-            TokenPlace("", "txt_ids", stream="text", dim=0),
-        ),
-        gathered=(TokenPlace("proj_out"),),
-        joined=("text", "image"),
-    ),
+    split=FLUX.split,
     self_attention=rf"({DOUBLE}|{SINGLE})\.attn",
     tensor=TensorSplit(
         linears=(
