@@ -23,7 +23,7 @@ from .message import Conditioning
 from .parts import text_encoder_of, vae_of
 from .progress import ReportProgress
 from .protocol import LOADING
-from .release import release_memory
+from .release import let_go
 from .settings import AXES, LoraSettings, ModelSettings
 
 AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -90,8 +90,8 @@ class Components:
             yield self.autoencoder
         finally:
             if self._settings.memory.vae_device == "on-demand":
+                let_go(self.autoencoder.model)
                 self.autoencoder = None
-                release_memory()
 
     @contextmanager
     def _text_encoder_of(self, folder: Path, tokenizer: Path, report: GroupProgress) -> Iterator[TextEncoder]:
@@ -102,8 +102,8 @@ class Components:
             yield self.text_encoder
         finally:
             if self._settings.memory.text_encoder_device == "on-demand":
+                let_go(self.text_encoder.model)
                 self.text_encoder = None
-                release_memory()
 
     @property
     def _text_device(self) -> torch.device:

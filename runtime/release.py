@@ -7,6 +7,7 @@ import gc
 from contextlib import suppress
 
 import torch
+from torch import nn
 
 
 def release_memory() -> None:
@@ -16,3 +17,9 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
     with suppress(AttributeError, OSError, TypeError):  # glibc alone has it
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def let_go(module: nn.Module) -> None:
+    """Give back the memory of a module's tensors, although who has just used it may refer to it still."""
+    module.to("meta")
+    release_memory()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from runtime import release
 from runtime.encoders.remembered import RememberedPrompts
 from runtime.mesh import Mesh
 from runtime.message import Conditioning
@@ -83,6 +86,23 @@ def test_text_and_picture_are_the_same_wherever_encoder_and_vae_are(place):
     assert torch.equal(moved.text, reference.text) and torch.equal(moved.picture, reference.picture)
     components, stays = moved._components, place != "on-demand"
     assert (components.text_encoder is not None, components.autoencoder is not None) == (stays, stays)
+
+
+def test_what_is_read_on_demand_is_gone_when_memory_is_released(monkeypatch):
+    pipeline, left, gone = load(text_encoder_device="on-demand", vae_device="on-demand"), [], []
+    components = pipeline._components
+    for name in ("_load_text_encoder", "_load_autoencoder"):
+        read = getattr(components, name)
+        monkeypatch.setattr(components, name, lambda *given, read=read: watched(read(*given), left))
+    monkeypatch.setattr(release, "release_memory", lambda: gone.append(all(each() is None for each in left)))
+    pipeline.encode_text("a red circle", progress=ignore_progress)
+    pipeline.decode(latent(), progress=ignore_progress)
+    assert left and gone == [True, True]
+
+
+def watched(part: Any, left: list[weakref.ref]) -> Any:
+    left += [weakref.ref(weight) for weight in part.model.parameters()]
+    return part
 
 
 def used_on_demand(mesh: Mesh, folder: Path) -> dict[str, torch.Tensor]:
