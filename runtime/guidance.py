@@ -119,7 +119,7 @@ class Denoiser:
         predicted = self._gathered(self._predicted(x, sigma), x)
         guided = last = predicted[-1]
         for number in reversed(range(len(predicted) - 1)):
-            guided = guided + (predicted[number] - predicted[number + 1]) * self._scales[number]
+            guided = (predicted[number] - predicted[number + 1]).mul_(self._scales[number]).add_(guided)
         return guided, last
 
     def _gathered(self, predicted: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:

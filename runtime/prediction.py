@@ -48,8 +48,8 @@ class Predictor:
         output = self._run(latent, timestep, inputs)
         if family.packed:
             output = unpack(output, latent_shape, family.patch)
-        output = output[tuple(slice(size) for size in x.shape)].float() * sigma
-        return x + output if is_reversed else x - output
+        change = output[tuple(slice(size) for size in x.shape)].float() * (sigma if is_reversed else -sigma)
+        return change.add_(x)
 
     def _run(self, latent: torch.Tensor, timestep: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """What the model answers to a batch."""

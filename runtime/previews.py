@@ -38,7 +38,8 @@ def previewer(
 def preview_image(denoised: torch.Tensor, latent: LatentFormat) -> torch.Tensor:
     """`(H, W, 3)` uint8 of the first item (and frame) of a latent in model space, by a linear map of its channels."""
     first = denoised[0, :, 0] if denoised.ndim == 5 else denoised[0]
-    first = F.pixel_shuffle(first, latent.shuffle)
+    if latent.shuffle > 1:
+        first = F.pixel_shuffle(first, latent.shuffle)
     factors = torch.tensor(latent.rgb, dtype=first.dtype, device=first.device)
     bias = torch.tensor(latent.rgb_bias, dtype=first.dtype, device=first.device)
     picture = torch.addmm(bias.unsqueeze(1), factors.T, first.flatten(1))

@@ -43,15 +43,15 @@ class BrownianMotion:
         low, high = (_on_grid(min(max(at, self._whole.start), self._whole.end)) for at in (low, high))
         before, self._kept = self._kept, {}
         parts = self._parts(self._whole, low, high, before)
-        total = next(parts, torch.zeros_like(self._like))
+        total = next(parts, torch.zeros_like(self._like)).clone()  # a part may be asked for again
         for part in parts:
-            total = total + part
+            total += part
         return total
 
     @cached_property
     def _whole(self) -> Part:
         """All of the interval; drawn by the first query, so by the thread that asks."""
-        increment = self._draw() * math.sqrt(self._end - self._start)
+        increment = self._draw().mul_(math.sqrt(self._end - self._start))
         return Part(_on_grid(self._start), _on_grid(self._end), increment)
 
     def _parts(self, part: Part, low: float, high: float, before: dict) -> Iterator[torch.Tensor]:
@@ -72,7 +72,8 @@ class BrownianMotion:
         """Of the left half: on the straight line through the part, but for a draw of its own."""
         before, after, share = middle - part.start, part.end - middle, 1 / (part.end - part.start)
         noise = self._draw(part.place, part.depth)
-        return before * part.increment * share + math.sqrt(before * after * share) * noise
+        straight = (before * part.increment).mul_(share)
+        return noise.mul_(math.sqrt(before * after * share)).add_(straight)
 
     def _draw(self, *spawn_key: int) -> torch.Tensor:
         words = SeedSequence(self._seed, spawn_key=spawn_key, pool_size=POOL_SIZE).generate_state(1)

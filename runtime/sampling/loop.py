@@ -8,7 +8,7 @@ import torch
 
 from .inpaint import MaskedDenoise
 from .latents import scale_noise, unscale_noise
-from .noise import draw_noise
+from .noise import NoiseAhead, StepNoise, draw_noise
 from .samplers import SAMPLERS, Denoise, ReportStep
 from .schedules import FlowTable
 
@@ -51,16 +51,19 @@ def run_sampler(
         sigmas = torch.cat([sigmas.new_tensor([table.percent_to_sigma(NEARLY_START)]), sigmas[1:]])
     between = sampler.make_noise(x, sigmas, highest=highest, seed=seed, cpu_offset=cpu_noise_offset)
     knobs = {name: table.percent_to_sigma(percent) for name, percent in sampler.percents.items()}
-    watched = _Watched(denoise, progress, check)
+    watched = _Watched(denoise, progress, check, between)
     x = sampler.loop(watched, x, sigmas, progress=watched.report, noise=between, **knobs)
     return unscale_noise(x, sigma=end)
 
 
 class _Watched:
-    """A `denoise` that sees to it that every two model calls have a `progress` or a `check` between them."""
+    """A `denoise` that sees to it that every two model calls have a `progress` or a `check` between them.
 
-    def __init__(self, denoise: Denoise, progress: ReportStep, check: Callable[[], object]) -> None:
-        self._denoise, self._progress, self._check = denoise, progress, check
+    Noise that can be drawn ahead is drawn while the model works, and not beside the sampler's own arithmetic.
+    """
+
+    def __init__(self, denoise: Denoise, progress: ReportStep, check: Callable[[], object], noise: StepNoise) -> None:
+        self._denoise, self._progress, self._check, self._noise = denoise, progress, check, noise
         self._called = False
 
     def __call__(self, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
@@ -80,3 +83,5 @@ class _Watched:
         if self._called:
             self._check()
         self._called = True
+        if isinstance(self._noise, NoiseAhead):
+            self._noise.draw_ahead()

@@ -88,7 +88,7 @@ def brownian_noise(
 
 
 class NoiseAhead:
-    """The increments of a motion, of which the next one is drawn by a thread while the model works.
+    """The increments of a motion, of which a thread draws the next one while the model works: from `draw_ahead` on.
 
     An increment takes some twenty draws of the latent's size. The motion is the same in whatever order it is asked, so
     a step that was not foreseen costs time and nothing else.
@@ -97,19 +97,21 @@ class NoiseAhead:
     def __init__(self, motion: BrownianMotion, steps: Iterable[Step], *, device: torch.device) -> None:
         self._motion, self._steps, self._device = motion, iter(steps), device
         self._thread = ThreadPoolExecutor(max_workers=1)
-        self._ahead = self._begin(next(self._steps, None))
+        self._ahead: tuple[Step, Future[torch.Tensor]] | None = None
+
+    def draw_ahead(self) -> None:
+        """Begin the next increment, where it is not begun yet."""
+        if self._ahead is None and (step := next(self._steps, None)):
+            self._ahead = step, self._thread.submit(self._increment, step)
 
     def __call__(self, sigma: torch.Tensor, sigma_next: torch.Tensor) -> torch.Tensor:
-        """The increment from one sigma to another, over the root of their distance."""
-        asked, (step, drawn) = (float(sigma), float(sigma_next)), self._ahead
-        if step != asked:
-            drawn = self._thread.submit(self._increment, asked)
-        self._ahead = self._begin(next(self._steps, None))
-        return drawn.result().to(self._device) / (sigma_next - sigma).abs().sqrt()
-
-    def _begin(self, step: Step | None) -> tuple[Step | None, Future[torch.Tensor] | None]:
-        return step, None if step is None else self._thread.submit(self._increment, step)
+        """The increment from one sigma to another, over the root of their distance; the caller's to change."""
+        self.draw_ahead()
+        asked, ahead, self._ahead = (float(sigma), float(sigma_next)), self._ahead, None
+        drawn = ahead[1] if ahead and ahead[0] == asked else self._thread.submit(self._increment, asked)
+        return drawn.result().to(self._device)
 
     def _increment(self, step: Step) -> torch.Tensor:
         increment = self._motion.increment(min(step), max(step))
-        return increment if step[0] < step[1] else -increment
+        start, end = torch.tensor(step)
+        return increment.div_((end - start).abs().sqrt() * (1 if end > start else -1))

@@ -64,11 +64,11 @@ def dpmpp_2m_sde(
             return denoised
         stride, alpha, x = _noisy_euler(x, denoised, sigma, following)
         if earlier is not None:
-            change = stride / stride_before * (denoised - earlier)
+            change = (denoised - earlier).mul_(stride / stride_before)
             gone = -(-2 * stride).expm1()
             weight = 0.5 * gone if solver == "midpoint" else gone / (-2 * stride) + 1
-            x = x + alpha * weight * change
-        x = x + noise(sigma, following) * _fresh(following, stride)
+            x += change.mul_(alpha * weight)
+        x += noise(sigma, following).mul_(_fresh(following, stride))
         earlier, stride_before = denoised, stride
     return x
 
@@ -85,15 +85,16 @@ def dpmpp_3m_sde(denoise: Denoise, x: Tensor, sigmas: Tensor, *, progress: Repor
         predictions = [denoised, *predictions[:2]]
         ratios = [before / stride for before in strides]
         changes = [
-            (later - before) / ratio for (later, before), ratio in zip(pairwise(predictions), ratios, strict=True)
+            (later - before).div_(ratio) for (later, before), ratio in zip(pairwise(predictions), ratios, strict=True)
         ]
         weight = (-2 * stride).expm1() / (2 * stride) + 1
         if len(changes) == 1:
-            x = x + alpha * weight * changes[0]
+            x += changes[0].mul_(alpha * weight)
         if len(changes) == 2:
-            bend = (changes[0] - changes[1]) / (ratios[0] + ratios[1])
-            x = x + alpha * weight * (changes[0] + bend * ratios[0]) - alpha * (weight / (2 * stride) - 0.5) * bend
-        x = x + noise(sigma, following) * _fresh(following, stride)
+            bend = (changes[0] - changes[1]).div_(ratios[0] + ratios[1])
+            x += (bend * ratios[0]).add_(changes[0]).mul_(alpha * weight)
+            x -= bend.mul_(alpha * (weight / (2 * stride) - 0.5))
+        x += noise(sigma, following).mul_(_fresh(following, stride))
         strides = [stride, *strides[:1]]
     return x
 
@@ -102,7 +103,8 @@ def _noisy_euler(x: Tensor, denoised: Tensor, sigma: Tensor, following: Tensor) 
     """A first-order step: its length, the share of the picture after it, and the latent without the fresh noise."""
     start, target = Level.of(sigma), Level.of(following)
     stride, alpha = target.half_log_snr - start.half_log_snr, target.alpha
-    return stride, alpha, following / sigma * (-stride).exp() * x - alpha * (-2 * stride).expm1() * denoised
+    x = (x * (following / sigma * (-stride).exp())).sub_(denoised * (alpha * (-2 * stride).expm1()))
+    return stride, alpha, x
 
 
 def _fresh(following: Tensor, stride: Tensor) -> Tensor:
