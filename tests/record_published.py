@@ -52,6 +52,10 @@ SD35 = {
     "num_blocks": 38, "num_patches": 192**2, "qk_norm": "rms", "pos_embed_scaling_factor": None,
     "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 2432}},
 }  # fmt: skip
+SD3 = {
+    **SD35, "depth": 24, "num_blocks": 24, "qk_norm": None,
+    "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 1536}},
+}  # fmt: skip
 HUNYUAN15 = {
     "in_channels": 65, "out_channels": 32, "patch_size": [1, 1, 1], "vec_in_dim": None, "axes_dim": [16, 56, 56],
     "context_in_dim": 3584, "hidden_size": 2048, "mlp_ratio": 4.0, "num_heads": 16, "depth": 54, "depth_single_blocks": 0,
@@ -74,6 +78,7 @@ ORIGINAL: dict[str, tuple[str, dict[str, Any]]] = {
     "Wan 2.1 T2V 14B": ("wan", WAN),
     "Wan 2.2 T2V A14B, either expert": ("wan", WAN),
     "Wan 2.1 I2V 14B": ("wan", {**WAN, "in_dim": 36, "model_type": "i2v"}),
+    "Wan 2.1 Fun InP 1.3B": ("wan", {**SMALL_WAN, "in_dim": 36, "model_type": "i2v"}),
     "Wan 2.1 FLF2V 14B": ("wan", {**WAN, "in_dim": 36, "model_type": "i2v", "flf_pos_embed_token_number": 514}),
     "Wan 2.2 I2V A14B, either expert": ("wan", {**WAN, "in_dim": 36}),
     "Wan 2.2 TI2V 5B": ("wan", {**WAN, "dim": 3072, "ffn_dim": 14336, "num_heads": 24, "num_layers": 30, "in_dim": 48, "out_dim": 48}),
@@ -99,10 +104,15 @@ ORIGINAL: dict[str, tuple[str, dict[str, Any]]] = {
     "Z-Image Turbo": ("next", ZIMAGE),
     "Lumina-Image 2.0": ("next", LUMINA),
     "LTX-Video 0.9, 2B": ("ltx", {"num_layers": 28, "attention_head_dim": 64, "cross_attention_dim": 2048}),
+    "LTX-Video 0.9.1, 13B wide": ("ltx", {"num_layers": 48, "attention_head_dim": 128, "cross_attention_dim": 4096}),
+    "Stable Diffusion 3 medium": ("sd3", SD3),
+    "Stable Diffusion 3.5 medium": ("sd3", {
+        **SD3, "qk_norm": "rms", "pos_embed_max_size": 384, "num_patches": 384**2, "x_block_self_attn_layers": list(range(13))}),
     "Stable Diffusion 3.5 large": ("sd3", SD35),
     "HunyuanVideo 1.5 T2V 720p": ("hunyuan", HUNYUAN15),
 }  # fmt: skip
 """Class and arguments in ComfyUI, by checkpoint."""
+DISTRIBUTION = {"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"}
 PICTURES = {
     "double_z": True, "z_channels": 16, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128, "ch_mult": [1, 2, 4, 4],
     "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
@@ -110,12 +120,17 @@ PICTURES = {
 LAYERS, AUTOENCODER = "comfy.ldm.modules.diffusionmodules.model", "comfy.ldm.models.autoencoder"
 VAES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ae": (AUTOENCODER, "AutoencodingEngine", {
-        "regularizer_config": {"target": f"{AUTOENCODER}.DiagonalGaussianRegularizer"},
+        "regularizer_config": DISTRIBUTION,
         "encoder_config": {"target": f"{LAYERS}.Encoder", "params": PICTURES},
         "decoder_config": {"target": f"{LAYERS}.Decoder", "params": PICTURES}}),
     "wan_2.1_vae": ("comfy.ldm.wan.vae", "WanVAE", {
         "dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_scales": [],
         "temperal_downsample": [False, True, True], "dropout": 0.0}),
+    "wan2.2_vae": ("comfy.ldm.wan.vae2_2", "WanVAE", {
+        "dim": 160, "z_dim": 48, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_scales": [],
+        "temperal_downsample": [False, True, True], "dropout": 0.0}),
+    "flux2-vae": (AUTOENCODER, "AutoencoderKL", {
+        "embed_dim": 32, "ddconfig": {**PICTURES, "z_channels": 32, "batch_norm_latent": True}}),
 }  # fmt: skip
 
 

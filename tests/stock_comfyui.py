@@ -291,6 +291,21 @@ def preview(case: dict, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.from_numpy(numpy.array(previewer.decode_latent_to_preview_image("JPEG", inputs[case["latent"]])[1]))
 
 
+def autoencoder(case: dict, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What one of ComfyUI's classes of a VAE, in a small size, makes of a latent and of pixels; its random weights are
+    written to a file under the names of the class.
+    """
+    import importlib
+
+    model = getattr(importlib.import_module(case["module"]), case["class"])(**case["arguments"]).float().eval()
+    weights = dict(random_weights(model.state_dict(), seed=0))
+    weights |= {name: tensor.abs() + 0.5 for name, tensor in weights.items() if name.endswith("running_var")}
+    model.load_state_dict(weights)
+    save_file(weights, case["file"])
+    with torch.no_grad():
+        return {"decoded": model.decode(inputs[case["latent"]]), "encoded": model.encode(inputs[case["pixels"]])}
+
+
 def weights(found, x: torch.Tensor) -> torch.Tensor:
     """The multiplier of an entry in its place in the latent."""
     whole, dims = torch.zeros_like(x), x.ndim - 2
@@ -407,6 +422,8 @@ def main(request_path: str, inputs_path: str, results_path: str, *options: str) 
     }
     for number, case in enumerate(request.get("videos", [])):
         results |= {f"videos.{number}.{key}": tensor for key, tensor in video(case, inputs).items()}
+    for number, case in enumerate(request.get("autoencoders", [])):
+        results |= {f"autoencoders.{number}.{key}": tensor for key, tensor in autoencoder(case, inputs).items()}
     for kind, compute in kinds.items():
         results |= {f"{kind}.{number}": compute(case) for number, case in enumerate(request.get(kind, []))}
     for number, case in enumerate(request.get("samples", [])):

@@ -11,13 +11,20 @@ import torch
 from safetensors.torch import save_file
 
 from runtime.checkpoint import build_transformer, random_tensors
+from runtime.encoders.rows import Rows
+from runtime.encoders.vae import Autoencoder
 from runtime.encoders.vae_files import load_autoencoder
-from runtime.encoders.vae_names import KL_FILE, WAN_FILE, VaeFile
+from runtime.encoders.vae_names import FLUX2_FILE, KL_FILE, WAN22_FILE, WAN_FILE, VaeFile
 from runtime.errors import Refused
 from runtime.families.flux import FLUX
+from runtime.families.flux2 import FLUX2
+from runtime.families.sd3 import SD3
 from runtime.families.wan import WAN
+from runtime.families.wan_image import WAN22_TI2V
 from runtime.inspection import inspect_model
+from runtime.progress import ignore_progress
 from tests.published_keys import read_keys
+from tests.stock import ask_comfyui, relative_error
 
 FLUX_VAE = {
     "in_channels": 3, "out_channels": 3, "latent_channels": 16, "block_out_channels": (128, 256, 512, 512),
@@ -26,8 +33,20 @@ FLUX_VAE = {
 }  # fmt: skip
 
 
+WAN22_VAE = {
+    "base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "in_channels": 12, "out_channels": 12, "is_residual": True,
+    "patch_size": 2,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("name", "kind", "config"), [("ae", KL_FILE, FLUX_VAE), ("wan_2.1_vae", WAN_FILE, {"base_dim": 96, "z_dim": 16})]
+    ("name", "kind", "config"),
+    [
+        ("ae", KL_FILE, FLUX_VAE),
+        ("wan_2.1_vae", WAN_FILE, {"base_dim": 96, "z_dim": 16}),
+        ("wan2.2_vae", WAN22_FILE, WAN22_VAE),
+        ("flux2-vae", FLUX2_FILE, {}),
+    ],
 )
 def test_the_names_of_published_files_are_those_of_the_class(name, kind, config):
     keys = read_keys("vae")[name]
@@ -82,7 +101,60 @@ def test_a_single_file_decodes_as_the_class_that_it_was_made_of(model, tmp_path,
     assert torch.equal(read.encode(pixels).latent_dist.mean, model.encode(pixels).latent_dist.mean)
 
 
-@pytest.mark.parametrize(("family", "kind"), [(WAN, WAN_FILE), (FLUX, KL_FILE)])
+SMALL = {
+    "double_z": True, "z_channels": 32, "resolution": 64, "in_channels": 3, "out_ch": 3, "ch": 32, "ch_mult": [1, 1, 2, 2],
+    "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0, "batch_norm_latent": True,
+}  # fmt: skip
+STOCK = {
+    "wan2.2-ti2v": (WAN22_TI2V, (1, 48, 2, 3, 2), (5, 48, 32, 3), {
+        "module": "comfy.ldm.wan.vae2_2", "class": "WanVAE", "arguments": {
+            "dim": 16, "dec_dim": 24, "z_dim": 48, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2,
+            "temperal_downsample": [False, True, True]}}),
+    "flux2": (FLUX2, (1, 128, 3, 2), (1, 48, 32, 3), {
+        "module": "comfy.ldm.models.autoencoder", "class": "AutoencoderKL", "arguments": {"embed_dim": 32, "ddconfig": SMALL}}),
+}  # fmt: skip
+"""Family, latent, pixels, and ComfyUI's class in a small size."""
+AGAINST_COMFYUI = 1e-5
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory) -> dict[str, tuple]:
+    """What ComfyUI's classes make of a latent and of pixels, and the file of their weights, by family."""
+    folder, inputs, cases = tmp_path_factory.mktemp("stock"), {}, []
+    for name, (_, latent, pixels, described) in STOCK.items():
+        inputs |= {f"{name} latent": torch.randn(latent), f"{name} pixels": torch.rand(pixels)}
+        turned = inputs[f"{name} pixels"].movedim(-1, 1) * 2 - 1
+        inputs[f"{name} turned"] = (
+            turned.transpose(0, 1)[None].contiguous() if len(latent) == 5 else turned.contiguous()
+        )
+        given = {"latent": f"{name} latent", "pixels": f"{name} turned", "file": str(folder / f"{name}.safetensors")}
+        cases.append({**described, **given})
+    results = ask_comfyui(folder, inputs=inputs, autoencoders=cases)
+    made = [
+        {key: results[f"autoencoders.{number}.{key}"] for key in ("decoded", "encoded")} for number in range(len(cases))
+    ]
+    return {
+        name: (folder / f"{name}.safetensors", inputs[f"{name} latent"], inputs[f"{name} pixels"], each)
+        for name, each in zip(STOCK, made, strict=True)
+    }
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_a_file_of_comfyuis_class_decodes_and_encodes_as_that_class(stock, name):
+    family, (path, latent, pixels, made) = STOCK[name][0], stock[name]
+    coder = Autoencoder(load_autoencoder(path, family), form=family.latent, rows=Rows(None), device=torch.device("cpu"))
+    pictures = ((made["decoded"] + 1) / 2).clamp(0, 1).movedim(1, -1).flatten(0, -4)
+    assert pictures.std() > 0.02
+    assert relative_error(coder.decode(latent, progress=ignore_progress), pictures) < AGAINST_COMFYUI
+    assert relative_error(coder.encode(pixels, progress=ignore_progress), made["encoded"]) < AGAINST_COMFYUI
+
+
+def test_the_vae_of_wan_2_1_is_not_that_of_2_2(stock):
+    with pytest.raises(Refused, match=r"no Wan 2\.1 VAE"):
+        load_autoencoder(stock["wan2.2-ti2v"][0], WAN)
+
+
+@pytest.mark.parametrize(("family", "kind"), [(WAN, WAN_FILE), (FLUX, KL_FILE), (SD3, KL_FILE)])
 def test_the_vae_of_another_family_is_refused_by_what_it_lacks(model, tmp_path, family, kind: VaeFile):
     tensors = original(model.state_dict()) if family is WAN else {"decoder.head.0.gamma": torch.ones(96, 1, 1, 1)}
     save_file(tensors, tmp_path / "vae.safetensors")

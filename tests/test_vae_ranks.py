@@ -15,6 +15,7 @@ from runtime.encoders.vae import Autoencoder
 from runtime.encoders.vae_files import load_autoencoder
 from runtime.errors import Cancelled, Refused
 from runtime.families.flux import FLUX
+from runtime.families.flux2 import FLUX2
 from runtime.families.qwen import QWEN
 from runtime.families.wan import WAN
 from runtime.mesh import Mesh
@@ -35,17 +36,20 @@ FAMILIES = {
     "wan": (WAN, {"base_dim": 8, "z_dim": 16}),
     "qwen": (QWEN, {"base_dim": 8, "z_dim": 16}),
     "flux": (FLUX, PICTURE_VAE),
+    "flux2": (FLUX2, {**PICTURE_VAE, "latent_channels": 32, "use_quant_conv": True, "use_post_quant_conv": True}),
 }
 LATENTS = {
     "wan": [(1, 16, 1, 8, 6), (3, 16, 3, 5, 7), (1, 16, 2, 2, 4), (1, 16, 2, 1, 1)],
     "qwen": [(1, 16, 1, 5, 6)],
     "flux": [(1, 16, 8, 6), (3, 16, 5, 7), (1, 16, 2, 3)],
+    "flux2": [(1, 128, 5, 3)],
 }
 """Rows that are dealt evenly, unevenly, and fewer of them than ranks."""
 PIXELS = {
     "wan": [(1, 64, 48, 3), (11, 45, 61, 3), (5, 16, 24, 3), (2, 8, 8, 3)],
     "qwen": [(1, 40, 48, 3)],
     "flux": [(1, 64, 48, 3), (3, 45, 61, 3), (1, 16, 24, 3)],
+    "flux2": [(1, 80, 48, 3)],
 }
 """The same, with sides and frames that do not come out even."""
 CASES = [
@@ -65,6 +69,9 @@ def save_models(folder: Path) -> None:
             nn.init.normal_(
                 weight, **({"std": weight[0].numel() ** -0.5} if weight.ndim > 1 else {"mean": 0.3, "std": 0.3})
             )
+        if hasattr(model, "bn"):
+            nn.init.normal_(model.bn.running_mean, std=0.3)
+            nn.init.uniform_(model.bn.running_var, 0.5, 2.0)
         model.save_pretrained(folder / name)
 
 

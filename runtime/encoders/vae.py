@@ -10,6 +10,7 @@ from torch import nn
 from ..errors import Refused
 from ..families.spec import LatentFormat
 from ..progress import ReportProgress
+from .packed_latents import packed, unpacked
 from .reporting import reporting
 from .rows import Rows, split_rows
 
@@ -65,7 +66,7 @@ class Autoencoder:
         return self._form.dims == 3
 
     def _decode_one(self, latent: torch.Tensor) -> torch.Tensor | None:
-        local = self._rows.take(latent).to(self._device)
+        local = unpacked(self._rows.take(latent).to(self._device), self.model)
         pictures = self.model.decode(local, return_dict=False)[0][0].movedim(0, -1).float()
         pictures = pictures if self._is_video else pictures.unsqueeze(0)
         pictures = self._rows.gather_on_first(((pictures + 1.0) / 2.0).clamp_(0.0, 1.0), dim=1)
@@ -73,7 +74,7 @@ class Autoencoder:
 
     def _encode_one(self, pictures: torch.Tensor) -> torch.Tensor | None:
         local = self._rows.take(pictures).to(self._device).float() * 2.0 - 1.0
-        latent = self.model.encode(local, return_dict=False)[0].mode().float()
+        latent = packed(self.model.encode(local, return_dict=False)[0].mode().float(), self.model)
         latent = self._rows.gather_on_first(latent, dim=latent.ndim - 2)
         return None if latent is None else latent.cpu()
 

@@ -14,13 +14,16 @@ from ..errors import Refused
 from ..families.spec import FamilySpec
 from ..inspection import read_json
 from ..safetensors_header import read_header
-from .vae_names import FILES, VaeFile, vae_part
+from .vae_names import VaeFile, vae_file_of, vae_part
+
+COUNTED = "num_batches_tracked"
+"""What training alone reads of a batch norm; files may lack it."""
 
 
 def load_autoencoder(path: Path, family: FamilySpec) -> nn.Module:
     """The VAE of a family, in float32 on the CPU. Raises `Refused` when the path holds something else."""
     check_autoencoder(path, family)
-    return _from_folder(path, family) if path.is_dir() else _from_file(path, FILES[family.vae_class])
+    return _from_folder(path, family) if path.is_dir() else _from_file(path, vae_file_of(family))
 
 
 def check_autoencoder(path: Path, family: FamilySpec) -> None:
@@ -31,13 +34,13 @@ def check_autoencoder(path: Path, family: FamilySpec) -> None:
         kind = read_json(path / "config.json").get("_class_name")
         if kind != family.vae_class:
             raise Refused(f"{path} holds a VAE of another kind ({kind}): {family.title} needs an {family.vae_class}")
-    elif family.vae_class not in FILES:
+    elif (layout := vae_file_of(family)) is None:
         raise Refused(
             f"{path} is a single file, and for {family.title} a diffusers folder is needed: choose one, or use a VAE Loader "
             f"and VAE Decode"
         )
     else:
-        _stored_names(path, FILES[family.vae_class])
+        _stored_names(path, layout)
 
 
 def _from_folder(path: Path, family: FamilySpec) -> nn.Module:
@@ -64,6 +67,7 @@ def _from_file(path: Path, kind: VaeFile) -> nn.Module:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {name: _fitted(file.get_tensor(stored), shapes.get(name)) for name, stored in names.items()}
+        tensors |= {name: torch.tensor(0) for name in shapes.keys() - tensors.keys() if name.endswith(COUNTED)}
         model.load_state_dict(tensors, assign=True)
     except (RuntimeError, SafetensorError) as error:
         raise Refused(f"{path} is no {kind.title}, or is damaged: {str(error)[:300]}") from error

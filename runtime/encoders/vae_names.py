@@ -7,12 +7,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..families.spec import FamilySpec
 from ..layouts import VAE_PREFIXES
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 WAN_STAGE_BLOCKS = 4
 """Entries of one decoder stage in Wan's original list: three residual blocks and an upsampler."""
+WAN22_STAGE = r"^(encoder|decoder)\.(?:down|up)samples\.(\d+)\.(down|up)samples\.(\d+)\.(\w+)\."
+"""A layer of a stage in Wan 2.2's original lists: a residual block, or what changes the size."""
+WAN22_PATCH = 2
+"""Side of the squares of pixels that Wan 2.2's takes as one."""
 WAN_RENAMES = (
     (r"^conv1\.", "quant_conv."),
     (r"^conv2\.", "post_quant_conv."),
@@ -30,6 +35,7 @@ WAN_RENAMES = (
     (r"\.shortcut\.", ".conv_shortcut."),
 )
 KL_RENAMES = (
+    (r"^(encoder|decoder)\.((post_)?quant_conv)\.", r"\2."),
     (r"^(encoder|decoder)\.norm_out\.", r"\1.conv_norm_out."),
     (r"\.down\.(\d+)\.block\.(\d+)\.", r".down_blocks.\1.resnets.\2."),
     (r"\.down\.(\d+)\.downsample\.", r".down_blocks.\1.downsamplers.0."),
@@ -49,7 +55,8 @@ KL_RENAMES = (
 class VaeFile:
     """A layout of single files: the class, tensors that every file has (diffusers' names), and what leads to the class.
 
-    `renamed` gives each name of a file with diffusers' own, and leaves those that are so already.
+    `renamed` gives each name of a file with diffusers' own, and leaves those that are so already. `channels` are those of
+    its latents, where the class has files of several; 0 for any.
     """
 
     title: str
@@ -57,6 +64,13 @@ class VaeFile:
     signature: tuple[str, ...]
     renamed: Callable[[Iterable[str]], dict[str, str]]
     config_from: Callable[[Shapes], dict[str, Any]]
+    channels: int = 0
+
+
+def vae_file_of(family: FamilySpec) -> VaeFile | None:
+    """The layout of a family's single files; None where there is none."""
+    kinds = FILES.get(family.vae_class, ())
+    return next((kind for kind in kinds if kind.channels in (0, family.latent.channels)), None)
 
 
 def vae_part(names: Iterable[str]) -> dict[str, str]:
@@ -81,6 +95,30 @@ def _wan_stage(name: str) -> str:
     return f"decoder.up_blocks.{stage}.{kind}.{found[2]}"
 
 
+def _wan22_names(names: Iterable[str]) -> dict[str, str]:
+    return {_replaced(re.sub(WAN22_STAGE, _wan22_stage, name), WAN_RENAMES): name for name in names}
+
+
+def _wan22_stage(found: re.Match[str]) -> str:
+    half, stage, way, place, kind = found.groups()
+    inner = f"resnets.{place}" if kind in ("residual", "shortcut") else f"{way}sampler"
+    return f"{half}.{way}_blocks.{stage}.{inner}.{kind}."
+
+
+def _wan22_config(shapes: Shapes) -> dict[str, Any]:
+    return {
+        **_wan_config(shapes),
+        "base_dim": shapes["encoder.conv_in.weight"][0],
+        "decoder_base_dim": shapes["decoder.norm_out.gamma"][0],
+        "in_channels": shapes["encoder.conv_in.weight"][1],
+        "out_channels": shapes["decoder.conv_out.weight"][0],
+        "num_res_blocks": _count(shapes, r"encoder\.down_blocks\.0\.resnets\.(\d+)\."),
+        "is_residual": True,
+        "patch_size": WAN22_PATCH,
+        "scale_factor_spatial": 8 * WAN22_PATCH,
+    }
+
+
 def _wan_config(shapes: Shapes) -> dict[str, Any]:
     return {"base_dim": shapes["decoder.norm_out.gamma"][0], "z_dim": shapes["post_quant_conv.weight"][0]}
 
@@ -94,6 +132,13 @@ def _kl_names(names: Iterable[str]) -> dict[str, str]:
         for name in names
     }
     return {_replaced(turned[name], KL_RENAMES): name for name in names}
+
+
+def _flux2_config(shapes: Shapes) -> dict[str, Any]:
+    config = _kl_config(shapes)
+    stages = range(len(config["block_out_channels"]))
+    widths = [shapes[f"decoder.up_blocks.{stage}.resnets.0.conv2.weight"][0] for stage in stages]
+    return {**config, "decoder_block_out_channels": tuple(reversed(widths))}
 
 
 def _kl_config(shapes: Shapes) -> dict[str, Any]:
@@ -134,6 +179,7 @@ WAN_FILE = VaeFile(
     ),
     renamed=_wan_names,
     config_from=_wan_config,
+    channels=16,
 )
 KL_FILE = VaeFile(
     title="VAE of pictures such as ae.safetensors",
@@ -147,9 +193,29 @@ KL_FILE = VaeFile(
     renamed=_kl_names,
     config_from=_kl_config,
 )
-FILES: Mapping[str, VaeFile] = {
-    "AutoencoderKLWan": WAN_FILE,
-    "AutoencoderKLQwenImage": WAN_FILE,
-    "AutoencoderKL": KL_FILE,
+WAN22_FILE = VaeFile(
+    title="Wan 2.2 VAE",
+    model_class="AutoencoderKLWan",
+    signature=(
+        "decoder.norm_out.gamma",
+        "post_quant_conv.weight",
+        "decoder.up_blocks.0.upsampler.time_conv.weight",
+    ),
+    renamed=_wan22_names,
+    config_from=_wan22_config,
+    channels=48,
+)
+FLUX2_FILE = VaeFile(
+    title="VAE of Flux.2",
+    model_class="AutoencoderKLFlux2",
+    signature=(*KL_FILE.signature, "bn.running_mean", "bn.running_var"),
+    renamed=_kl_names,
+    config_from=_flux2_config,
+)
+FILES: Mapping[str, tuple[VaeFile, ...]] = {
+    "AutoencoderKLWan": (WAN_FILE, WAN22_FILE),
+    "AutoencoderKLQwenImage": (WAN_FILE,),
+    "AutoencoderKL": (KL_FILE,),
+    "AutoencoderKLFlux2": (FLUX2_FILE,),
 }
-"""The layout by the class that a family names. Qwen-Image's VAE is Wan 2.1's with other weights."""
+"""The layouts by the class that a family names. Qwen-Image's VAE is Wan 2.1's with other weights."""
