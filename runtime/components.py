@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,6 @@ from torch import nn
 from .encoders.remembered import RememberedPrompts
 from .encoders.reporting import GroupProgress
 from .encoders.rows import Rows
-from .encoders.text import TextEncoder
 from .encoders.text_loras import for_text
 from .encoders.vae import Autoencoder
 from .encoders.vae_files import load_autoencoder
@@ -25,6 +25,9 @@ from .progress import ReportProgress
 from .protocol import LOADING
 from .release import let_go
 from .settings import AXES, LoraSettings, ModelSettings
+
+if TYPE_CHECKING:
+    from .encoders.text import TextEncoder
 
 AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 """By kind of device. Text encoders always run in these: T5 overflows in fp16."""
@@ -110,6 +113,8 @@ class Components:
         return HOST if self._settings.memory.text_encoder_device == "cpu" else self._mesh.device
 
     def _load_text_encoder(self, folder: Path, tokenizer: Path) -> TextEncoder:
+        from .encoders.text import TextEncoder  # transformers: not before it is needed
+
         device = self._text_device
         return TextEncoder.load(
             folder,

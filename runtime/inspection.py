@@ -22,7 +22,7 @@ from .settings import TINY_SHAPES
 from .stored import BLOCKS, FP8, FP8_FORMATS, PLAIN, Stored
 from .tiny_shapes import MODEL_FOLDER
 
-RANDOM = "random:"
+RANDOM, INDEX = "random:", "model_index.json"
 READ = (".safetensors", ".sft", GGUF_SUFFIX)
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -33,6 +33,7 @@ RECORDED = Path(__file__).resolve().parent / "families" / "tiny"
 ALIKE = 0.75
 """So much of a family's signature makes a file one of it that lacks the rest; families have names in common."""
 MAX_JSON_BYTES = 64 << 20
+SAMPLED_ALONE = "the nodes Text Encode, Sampler and Decode run it where diffusers can, on one rank"
 SHOWN, NAMED = 300, 3
 """Characters of a path and files of a folder that an error shows."""
 
@@ -109,7 +110,7 @@ def _recorded_shapes(family: str) -> dict[str, tuple[int, ...]]:
 
 
 def _folder(path: Path) -> ModelFacts:
-    if (path / "model_index.json").is_file():
+    if (path / INDEX).is_file():
         return _pipeline_folder(path)
     if is_packed_folder(path):
         return packed_folder(path, read_json(path / "config.json"))
@@ -129,15 +130,17 @@ def _files_in(folder: Path) -> str:
 
 
 def _pipeline_folder(path: Path) -> ModelFacts:
-    index = read_json(path / "model_index.json")
+    index = read_json(path / INDEX)
     pipeline = index.get("_class_name")
     if not any(pipeline in family.pipeline_classes for family in FAMILIES.values()):
         supported = ", ".join(name for family in FAMILIES.values() for name in family.pipeline_classes)
-        raise Refused(f"{path} is a {pipeline} model, which is not available yet. Available: {supported}")
+        raise Refused(
+            f"{path} is a {pipeline} model, which has no family here: {SAMPLED_ALONE}. This takes: {supported}"
+        )
     parts = {part: path / part for part in PARTS if (path / part).is_dir()}
     boundary = index.get("boundary_ratio") or 0.0
     if type(boundary) is not float or not 0.0 <= boundary <= 1.0:
-        raise Refused(f"{path / 'model_index.json'} says boundary_ratio {boundary!r}, no part of 1: download it again")
+        raise Refused(f"{path / INDEX} says boundary_ratio {boundary!r}, no part of 1: download it again")
     return replace(_transformer_folder(path / "transformer", pipeline), boundary=boundary, **parts)
 
 

@@ -82,7 +82,7 @@ class Pipeline:
         self._family, self._mesh = facts.spec, mesh
         self._sequence, self._components, self._kernels = sequence, components, kernels
         config = self.transformer.config
-        self._dtype = _dtype(settings, mesh)
+        self._dtype = dtype_of(settings, mesh)
         self._reader = ConditioningReader(facts.spec, config, dtype=self._dtype, device=mesh.device)
         self._positions: int | None = config[facts.spec.positions] if facts.spec.positions else None
         predictors = [Predictor(each.transformer, facts.spec, dtype=self._dtype) for each in self.experts]
@@ -110,7 +110,7 @@ class Pipeline:
         make_room(bytes_needed(facts, settings, mesh))
         sequence = Sequence(mesh, heads=facts.heads // mesh.degree("tensor"), joined=facts.spec.split.joined)
         kinds = [kind for each in facts.experts for stored in each.stored.values() for kind in stored.kinds]
-        kernels = usable_kernels(kinds, dtype=_dtype(settings, mesh), device=mesh.device)
+        kernels = usable_kernels(kinds, dtype=dtype_of(settings, mesh), device=mesh.device)
         share = {"mesh": mesh, "sequence": sequence}
         experts = [_load_expert(each, settings, kernels=kernels, progress=progress, **share) for each in facts.experts]
         use_on([expert.loras for expert in experts], settings.loras)
@@ -239,7 +239,7 @@ def _load_expert(
     swap_linears(transformer, facts.spec.tensor, head_dim=facts.head_dim, group=mesh.group("tensor"), stored=stored)
     if facts.spec.picture_tokens:
         read_pictures(transformer.get_submodule(facts.spec.picture_tokens))
-    held = {"shapes": shapes, "dtype": _dtype(settings, mesh), "device": mesh.device}
+    held = {"shapes": shapes, "dtype": dtype_of(settings, mesh), "device": mesh.device}
     streamed = choose_streamed(transformer, facts, settings.memory, mesh=mesh, **held)
     copies = sharing(mesh.group("data", "cfg", "ring", "ulysses"))
     fill_transformer(transformer, facts, streamed=streamed, progress=progress, group=copies, **held)
@@ -270,5 +270,6 @@ class StepReporter:
         self._progress(SAMPLING, self._step, self._total)
 
 
-def _dtype(settings: ModelSettings, mesh: Mesh) -> torch.dtype:
+def dtype_of(settings: ModelSettings, mesh: Mesh) -> torch.dtype:
+    """The number format of plain weights."""
     return DTYPES[settings.dtype] if settings.dtype != "auto" else AUTO_DTYPE[mesh.device.type]

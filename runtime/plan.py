@@ -19,6 +19,7 @@ from .parts import check_offload, check_parts
 from .protocol import Sample, Work
 from .settings import AXES, MAX_DEGREE, MemorySettings, ModelSettings, ParallelSettings, formula
 from .stored import GROUPS
+from .without_spec import pipeline_without_spec, plan_alone
 from .workload import Workload
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -90,6 +91,8 @@ def plan_work(work: Work, machine: Machine) -> Plan:
 
 def plan_model(model: ModelSettings, machine: Machine, *, workload: Workload | None = None) -> Plan:
     """The plan of a model's settings. Raises as `make_plan`, and `Refused` for a model or a part that cannot be used."""
+    if found := pipeline_without_spec(model.model):
+        return Plan(1, 1, 1, 1, 1, **plan_alone(found, model, machine))
     check_parts(model)
     facts = inspect_settings(model)
     check_offload(facts, model.memory)

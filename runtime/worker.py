@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -101,8 +102,8 @@ class Reporter:
 class Worker:
     """Runs requests in the order they come, with the pipelines that the shelf holds."""
 
-    def __init__(self, settings: RankSettings, *, pipeline_class: Any) -> None:
-        self.settings, self._pipeline_class = settings, pipeline_class
+    def __init__(self, settings: RankSettings, *, load: Callable[..., Any]) -> None:
+        self.settings, self._load = settings, load
         self.mesh = _mesh(settings)
         folder = shared_folder(settings.pool)
         self._pool, self._mappings = Pool(folder, owner=settings.identity), Mappings(folder)
@@ -191,7 +192,7 @@ class Worker:
         here = self._here(model)
         pipeline = self._shelf.take(here)
         if pipeline is None:
-            pipeline = self._pipeline_class.load(
+            pipeline = self._load(
                 here, mesh=self.mesh, progress=report, prompts=self._prompts, make_room=self._shelf.make_room
             )
             self._shelf.put(here, pipeline)
@@ -245,12 +246,12 @@ class Worker:
         self.send(Notice(job=getattr(event, "job", ""), text=text))
 
 
-def run(*, pipeline_class: Any) -> None:
-    """Be the rank that the line on standard input describes, until standard input ends."""
+def run(*, load: Callable[..., Any]) -> None:
+    """Be the rank that the line on standard input describes, until standard input ends. `load` gives a model's pipeline."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     settings = RankSettings.model_validate_json(sys.stdin.readline())
     _end_with_stdin()
-    Worker(settings, pipeline_class=pipeline_class).run()
+    Worker(settings, load=load).run()
 
 
 def _end_with_stdin() -> None:
@@ -276,6 +277,6 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 if __name__ == "__main__":
-    from .pipeline import Pipeline
+    from .loading import load_pipeline
 
-    run(pipeline_class=Pipeline)
+    run(load=load_pipeline)

@@ -89,4 +89,4 @@ if __name__ == "__main__":
     if os.environ.get("FAKE_WORKER_BREAKS"):
         print("ImportError: no such library", file=sys.stderr)
         sys.exit(3)
-    run(pipeline_class=FakePipeline)
+    run(load=FakePipeline.load)

@@ -58,6 +58,7 @@ FACTS = (
     "facts",
     "nunchaku_file",
     "inspection",
+    "without_spec",
     "experts",
     "parts",
     "machine",

@@ -167,7 +167,7 @@ def test_missing_files_folders_and_families_are_refused(tmp_path):
         with pytest.raises(Refused, match=words):
             inspect_model(model)
     (tmp_path / "model_index.json").write_text('{"_class_name": "SanaPipeline"}')
-    with pytest.raises(Refused, match=r"SanaPipeline.*not available"):
+    with pytest.raises(Refused, match=r"SanaPipeline.*no family here"):
         inspect_model(str(tmp_path))
     (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
     with pytest.raises(Refused, match=r"config.json is missing"):

@@ -13,6 +13,7 @@ from ..needs import USUAL_BRANCHES
 from ..plan import plan_model
 from ..settings import ModelSettings
 from ..stored import FOUR_BIT
+from ..without_spec import pipeline_without_spec
 from ..workload import Workload
 from .flags import add_model_flags, add_output_flags, model_settings
 from .output import show
@@ -77,7 +78,7 @@ def _answer(chosen: argparse.Namespace) -> dict[str, Any]:
         "bytes_per_rank": plan.bytes_per_rank,
         "activation_bytes": plan.activation_bytes,
         "peak_bytes": plan.peak_bytes,
-        "latent": "x".join(map(str, workload.latent)),
+        "latent": "x".join(map(str, workload.latent)) if workload else "of any size",
         "reason": plan.reason,
         "kernels": _kernels(model, plan.devices[0]),
         "nearest": None,
@@ -86,6 +87,8 @@ def _answer(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def _kernels(model: ModelSettings, device: str) -> str:
     """What multiplies with the 4-bit weights of a model; empty where it has none."""
+    if pipeline_without_spec(model.model):
+        return ""
     facts = inspect_settings(model)
     kinds = {kind for each in facts.experts for stored in each.stored.values() for kind in stored.kinds}
     if kinds.isdisjoint(FOUR_BIT):
@@ -94,8 +97,12 @@ def _kernels(model: ModelSettings, device: str) -> str:
     return str(kernels_here(kinds, dtype=dtype, device=device))
 
 
-def _workload(chosen: argparse.Namespace, model: ModelSettings) -> Workload:
-    """A guided step of the size that is asked for, with as many items and prompts as the degrees share out."""
+def _workload(chosen: argparse.Namespace, model: ModelSettings) -> Workload | None:
+    """A guided step of the size that is asked for, with as many items and prompts as the degrees share out; None of a model
+    that runs through diffusers' own pipeline, as what it works with is not known.
+    """
+    if pipeline_without_spec(model.model):
+        return None
     family = inspect_settings(model).spec
     batch, branches = chosen.batch or max(1, model.parallel.data), max(USUAL_BRANCHES, model.parallel.cfg)
     return Workload(

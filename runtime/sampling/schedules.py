@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from scipy.stats import beta as beta_distribution
 
 from .samplers import SAMPLERS
 
@@ -89,6 +88,8 @@ def normal(table: FlowTable, steps: int) -> torch.Tensor:
 
 def beta(table: FlowTable, steps: int, *, alpha: float = 0.6, beta: float = 0.6) -> torch.Tensor:
     """Timesteps at quantiles of a beta distribution (Lee et al. 2024, arXiv:2407.12173). Equal ones are taken once."""
+    from scipy.stats import beta as beta_distribution  # not before it is needed: it takes memory of every rank
+
     highest = len(table.sigmas) - 1
     quantiles = [1.0 - step / steps for step in range(steps)]
     # The very function ComfyUI calls: the middle quantile falls between two indices, where the last bit decides.

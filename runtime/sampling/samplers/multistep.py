@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
-from scipy.integrate import quad
 from torch import Tensor
 
 from ..noise import StepNoise
@@ -77,6 +76,8 @@ def _weighted(weights: Sequence[Tensor | float], tensors: Sequence[Tensor], *, s
 
 def _along_polynomial(x: Tensor, sigmas: Tensor, index: int, slopes: Sequence[Tensor]) -> Tensor:
     """The integral of the polynomial through the slopes. In numpy's float32 as in ComfyUI: large weights nearly cancel."""
+    from scipy.integrate import quad  # not before it is needed: it takes memory of every rank
+
     nodes = sigmas[index - len(slopes) + 1 : index + 1].flip(0).numpy()
     ends = sigmas[index : index + 2].numpy()
     weights = [quad(_lagrange, *ends, args=(nodes, number), epsrel=1e-4)[0] for number in range(len(slopes))]

@@ -1,0 +1,149 @@
+"""Diffusers folders of architectures that no family describes: they run on one rank, through diffusers' own pipeline.
+
+What such a folder is, and what is refused of it and of the settings, is found out here without torch and before a weight
+is read. Only classes of diffusers and transformers are used, and no program that a folder may hold is ever run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .comparison import tolerance_for
+from .errors import Refused
+from .families import FAMILIES
+from .inspection import INDEX, PICKLED, RANDOM, read_json
+from .machine import Machine
+from .settings import TINY_SHAPES, ModelSettings
+
+LIBRARIES = ("diffusers", "transformers")
+LOADED_BY = "config.json"
+"""How the files end that say which class of a library reads a part."""
+WEIGHTS = "*.safetensors"
+REST = "choose a model with a family of its own for that"
+
+
+@dataclass(frozen=True)
+class OwnPipeline:
+    """A folder that diffusers' class `kind` runs. `nbytes` is what its weights take in their files."""
+
+    path: Path
+    kind: str
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """The folder's own."""
+        return self.path.name
+
+
+def pipeline_without_spec(model: str) -> OwnPipeline | None:
+    """What is at a path when it is the folder of a pipeline that no family describes; None for everything else.
+
+    Raises `Refused` for one that brings programs, or weights that are no safetensors.
+    """
+    if model == TINY_SHAPES or model.startswith(RANDOM) or not os.path.isfile(os.path.join(model, INDEX)):
+        return None
+    path = Path(model)
+    index = read_json(path / INDEX)
+    kind = index.get("_class_name")
+    parts = {name: entry for name, entry in index.items() if not name.startswith("_") and isinstance(entry, list)}
+    if _is_of_a_family(kind, parts):
+        return None
+    _check_no_programs(path, kind, parts)
+    folders = [path / name for name, (library, _) in parts.items() if library is not None]
+    return OwnPipeline(path, kind, sum(map(_weight_bytes, folders)))
+
+
+def _is_of_a_family(kind: Any, parts: Mapping[str, list]) -> bool:
+    transformer = parts.get("transformer", [None, None])[-1]
+    return any(
+        kind in family.pipeline_classes or transformer == family.transformer_class for family in FAMILIES.values()
+    )
+
+
+def _check_no_programs(path: Path, kind: Any, parts: Mapping[str, list]) -> None:
+    """Raise `Refused` where classes of the folder's own are asked for, or a file could be taken for one."""
+    for name, entry in {"_class_name": [LIBRARIES[0], kind], **parts}.items():
+        library, *classes = entry
+        if library is None and classes == [None]:
+            continue
+        if library not in LIBRARIES or not all(isinstance(each, str) for each in classes) or len(classes) != 1:
+            raise Refused(
+                f"{path / INDEX} names {entry} as {name}: only classes of {' and '.join(LIBRARIES)} are run. Choose a folder "
+                f"that needs no program of its own"
+            )
+    program = next(_programs(path), None)
+    if program is not None:
+        raise Refused(f"{program} is a program, and none is ever run: choose a folder without one, or take it out")
+
+
+def _programs(path: Path) -> Iterator[Path]:
+    """Files that a library could run, and configurations that tell it to."""
+    yield from path.rglob("*.py")
+    yield from (file for file in path.glob(f"*/*{LOADED_BY}") if "auto_map" in read_json(file))
+
+
+def _weight_bytes(folder: Path) -> int:
+    """What the weights of a part take; 0 for one without. Raises `Refused` for a part that is missing or pickled."""
+    if not folder.is_dir():
+        raise Refused(f"{folder} is missing: the model folder is not complete, download it again")
+    files = list(folder.glob(WEIGHTS))
+    pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED)
+    if pickled and not files:
+        raise Refused(
+            f"{folder} has no .safetensors weights ({pickled[0]} is a pickle, which can run code and is never opened): "
+            f"download them"
+        )
+    return sum(file.stat().st_size for file in files)
+
+
+def check_alone(found: OwnPipeline, settings: ModelSettings) -> None:
+    """Raise `Refused`, with its name, for the first setting that a pipeline of diffusers' own cannot honour."""
+    parallel, memory = settings.parallel, settings.memory
+    degree = next((f"{axis} {degree}" for axis, degree in parallel.set_degrees.items() if degree > 1), "")
+    several = f"devices {parallel.devices}" if (parallel.device_count or 1) > 1 else ""
+    default = ModelSettings(model=settings.model)
+    for what, is_set, way_out in (
+        (degree, bool(degree), "set it to 1 or 0"),
+        (several, bool(several), f"choose one of them, such as {parallel.one_rank.devices}"),
+        (f"quant {settings.quant}", settings.quant != default.quant, "set it to none"),
+        ("a LoRA", bool(settings.loras), "remove Outrigger LoRA"),
+        ("a memory setting", memory != default.memory, "disconnect Configure Memory"),
+        ("text_encoder", settings.text_encoder != default.text_encoder, "leave it at 'from model'"),
+        ("text_encoder_2", settings.text_encoder_2 != default.text_encoder_2, "leave it at 'from model'"),
+        ("vae", settings.vae != default.vae, "leave it at 'from model'"),
+        ("model_low_noise", bool(settings.model_low_noise), "leave it empty"),
+        (f"boundary {settings.boundary:g}", bool(settings.boundary), "set it to 0"),
+    ):
+        if is_set:
+            raise Refused(f"{what}: {why_alone(found)}, which does not have that: {way_out}, or {REST}")
+
+
+def why_alone(found: OwnPipeline) -> str:
+    """Why a model runs on one rank, in words."""
+    return f"{found.name} has no family here and runs on one rank through diffusers' own {found.kind}"
+
+
+def plan_alone(found: OwnPipeline, settings: ModelSettings, machine: Machine) -> dict[str, Any]:
+    """What its plan of one rank says beside the degrees. Raises `Refused` as `check_alone`, and for a device that is not
+    there.
+    """
+    check_alone(found, settings)
+    device = _device(settings.parallel.devices, machine)
+    dtype = {"cpu": "fp32"}.get(device, "bf16") if settings.dtype == "auto" else settings.dtype
+    held = {"bytes_per_rank": found.nbytes, "tolerance": tolerance_for(dtype)}
+    return {"devices": (device,), "reason": why_alone(found), **held}
+
+
+def _device(devices: str, machine: Machine) -> str:
+    present = len(machine.cuda)
+    if devices == "auto":
+        return "cuda:0" if present else "cpu"
+    kind, _, number = devices.partition(":")
+    if kind == "cuda" and int(number) >= present:
+        raise Refused(f"{devices} is not there: this machine has {present or 'no'} GPU{'s'[: present != 1]}")
+    return devices if kind == "cuda" else "cpu"
