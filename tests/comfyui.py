@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -333,9 +335,11 @@ def _event(message: str | bytes) -> Event:
 
 
 def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
+    """A port that is free, below those that systems hand out: another program would have one of those before ComfyUI does."""
+    while True:
+        with socket.socket() as taken, suppress(OSError):
+            taken.bind(("127.0.0.1", port := random.SystemRandom().randrange(20_000, 32_000)))
+            return port
 
 
 def _default_interrupt() -> None:

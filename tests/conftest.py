@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -17,6 +18,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks of a test are process
 def pytest_configure() -> None:
     """A run that is told to end takes its servers with it."""
     signal.signal(signal.SIGTERM, lambda *_: pytest.exit("told to end", returncode=143))
+
+
+def pytest_collection_finish() -> None:
+    """What the libraries have made stays: going through it each time that a model is loaded would take most of the run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import math
@@ -49,6 +50,7 @@ def run_as_processes(function: str, degrees: dict[str, int], folder: Path) -> li
 def main(function: str, folder: Path, rank: int, degrees: dict[str, int]) -> None:
     """One process; its tensors go to `rank-N.safetensors`."""
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays, and need not be gone through after each load
     mesh = Mesh.join(degrees, rank=rank, device="cpu", init_method=f"file://{folder / 'store'}")
     module, _, name = function.partition(":")
     results = getattr(importlib.import_module(module), name)(mesh, folder)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import sys
@@ -222,6 +223,7 @@ def run_as_threads(degrees: dict[str, int], function: Callable[[Mesh], Any]) -> 
 def main(folder: Path, rank: int, kind: str) -> None:
     """One process: the cases of the folder, in order; its latents go to `rank-N.safetensors`."""
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays, and need not be gone through after each load
     cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
     device = f"cuda:{rank}" if kind == "cuda" else "cpu"
     mesh = Mesh.join(cases[0].degrees, rank=rank, device=device, init_method=f"file://{folder / 'store'}")

@@ -145,6 +145,7 @@ def test_stock_nodes_template_draws_what_it_is_told_with_files_of_a_small_model(
     assert check.inspect(pixels(path)) == ("yellow", "triangle", "black")
 
 
+@pytest.mark.alone
 def test_warm_prompt_adds_little_to_the_sampling_itself(comfyui: ComfyUI):
     comfyui.run(picture())
     added = []
@@ -194,6 +195,7 @@ def test_a_lora_changes_the_picture_without_a_load_and_says_what_it_did(comfyui:
     assert run.end.kind == "execution_success" and loads(run) == []
 
 
+@pytest.mark.alone
 def test_cancel_ends_within_a_step_and_leaves_the_model_loaded(comfyui: ComfyUI):
     comfyui.run(picture())
     beyond_a_step = []

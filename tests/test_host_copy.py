@@ -78,6 +78,7 @@ def copies(ranks: list[dict[str, torch.Tensor]], way: str, *, whole: int) -> flo
     return grown / whole
 
 
+@pytest.mark.alone
 def test_two_ranks_hold_what_they_made_once(tmp_path):
     write_model(tmp_path, SMALL)
     (tmp_path / "ways.json").write_text(json.dumps({"converted": WAYS["converted"]}))

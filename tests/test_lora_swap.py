@@ -77,6 +77,7 @@ def swap_seconds(pipeline: Pipeline, loras: list[LoraSettings]) -> float:
     return time.process_time() - began
 
 
+@pytest.mark.alone
 def test_swapping_four_loras_of_rank_64_takes_under_a_hundredth_of_a_step(pipeline, files, capsys):
     step = statistics.median(step_seconds(pipeline) for _ in range(3))
     pipeline.use_loras(chosen(files, 1.0, 1.0, 1.0, 1.0))

@@ -171,6 +171,7 @@ def test_an_idle_sidecar_uses_no_processor_time(sidecar, ranks):
     assert len(processes) == 1 + ranks and (processor_seconds(processes) - before) / 10 < 0.005
 
 
+@pytest.mark.alone
 def test_a_warm_job_adds_little_to_its_sampling(sidecar):
     run(sidecar, sample("fake?step=0.01"))
     added = []

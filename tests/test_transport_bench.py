@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RATES = ("memcpy_gib_s", "pool_gib_s", "pool_cold_gib_s", "frames_gib_s", "pyzmq_gib_s")
 
 
+@pytest.mark.alone
 def test_a_warm_pool_reaches_a_third_of_a_copy_in_memory():
     def copies():
         figures = measure(size=128 << 20, rounds=5)
