@@ -89,6 +89,11 @@ def hold(model: Any) -> None:
     comfy.model_management.load_models_gpu([model])
 
 
+def tokenizers() -> str:
+    """ComfyUI's own package, which has the tokenizers of its text encoders."""
+    return str(Path(comfy.utils.__file__).absolute().parent)
+
+
 def model_files(folder: str) -> list[str]:
     """Names of the files of a model folder, as ComfyUI lists them."""
     return folder_paths.get_filename_list(folder)

@@ -7,7 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..runtime.errors import in_our_words
-from . import files
+from . import files, host
 from .io_types import CATEGORY, Memory, Model, Parallel, Speed, advanced, searchable
 from .parts import DTYPES, FROM_MODEL, QUANT_KINDS, TINY_SHAPES, settings
 
@@ -57,9 +57,17 @@ class OutriggerLoadModel(io.ComfyNode):
                         "a low-rank branch (rank 32), made of a plain file as it is loaded."
                     ),
                 ),
-                _component("text_encoder", "text_encoders", "Text encoder. from model: the one in the model's folder."),
+                _component(
+                    "text_encoder",
+                    "text_encoders",
+                    "Text encoder, such as umt5_xxl, t5xxl or qwen_3_4b. from model: the model's own.",
+                ),
                 advanced(
-                    _component("text_encoder_2", "text_encoders", "Second text encoder, for models that have two.")
+                    _component(
+                        "text_encoder_2",
+                        "text_encoders",
+                        "Second text encoder, for Flux.1: clip_l or t5xxl, whichever is not in text_encoder.",
+                    )
                 ),
                 _component(
                     "vae", "vae", "VAE for Outrigger Decode and Encode. from model: the one in the model's folder."
@@ -164,6 +172,7 @@ class OutriggerLoadModel(io.ComfyNode):
                 quant=quant,
                 boundary=boundary,
                 stamp=files.stamp(paths),
+                tokenizers=host.tokenizers(),
                 **given,
             )
         )

@@ -20,11 +20,12 @@ from .encoders.vae_files import load_autoencoder
 from .inspection import ModelFacts
 from .mesh import Mesh
 from .message import Conditioning
-from .parts import text_encoder_of, vae_of
+from .parts import text_parts_of, vae_of
 from .progress import ReportProgress
 from .protocol import LOADING
 from .release import let_go
 from .settings import AXES, LoraSettings, ModelSettings
+from .text_files import TextPart
 
 if TYPE_CHECKING:
     from .encoders.text import TextEncoder
@@ -53,17 +54,17 @@ class Components:
         """
         chosen = for_text(loras)
         # on every rank, so that all refuse alike and stay
-        folder, tokenizer = text_encoder_of(self._settings, self._facts)
+        parts = text_parts_of(self._settings, self._facts)
         if any(self._mesh.index(axis) for axis in AXES if axis != "tensor"):
             return None
         report = GroupProgress(progress, self._mesh.group("tensor"))
 
-        files = tuple(_file_states(folder, tokenizer))
-        encoder = (files, self._family.text_length, self._text_device.type, chosen)
+        files = tuple(_file_states(*(place for part in parts for place in part.places)))
+        encoder = (files, self._family.texts, self._text_device.type, chosen)
         remembered = self._prompts.get(encoder, text)
         if self._first_has(remembered):
             return remembered
-        with self._text_encoder_of(folder, tokenizer, report) as model:
+        with self._text_encoder_of(parts, report) as model:
             for line in model.use_loras(chosen):
                 report(LOADING, 1, 1, notice=line if self._mesh.rank == 0 else "")
             conditioning = model.encode(text, progress=report)
@@ -97,10 +98,10 @@ class Components:
                 self.autoencoder = None
 
     @contextmanager
-    def _text_encoder_of(self, folder: Path, tokenizer: Path, report: GroupProgress) -> Iterator[TextEncoder]:
+    def _text_encoder_of(self, parts: tuple[TextPart, ...], report: GroupProgress) -> Iterator[TextEncoder]:
         if self.text_encoder is None:
             report(LOADING, 0, 1)
-            self.text_encoder = self._load_text_encoder(folder, tokenizer)
+            self.text_encoder = self._load_text_encoder(parts)
         try:
             yield self.text_encoder
         finally:
@@ -112,14 +113,12 @@ class Components:
     def _text_device(self) -> torch.device:
         return HOST if self._settings.memory.text_encoder_device == "cpu" else self._mesh.device
 
-    def _load_text_encoder(self, folder: Path, tokenizer: Path) -> TextEncoder:
+    def _load_text_encoder(self, parts: tuple[TextPart, ...]) -> TextEncoder:
         from .encoders.text import TextEncoder  # transformers: not before it is needed
 
         device = self._text_device
         return TextEncoder.load(
-            folder,
-            tokenizer,
-            length=self._family.text_length,
+            parts,
             dtype=AUTO_DTYPE[device.type],
             device=device,
             stays=self._settings.memory.text_encoder_device != "auto",
@@ -136,6 +135,6 @@ class Components:
 
 def _file_states(*places: Path) -> Iterator[tuple[str, int, int]]:
     """Path, size and time of some files, and of every file in some folders: what changes when one of them is replaced."""
-    for path in sorted(path for place in places for path in ([place] if place.is_file() else place.iterdir())):
+    for path in sorted({path for place in places for path in ([place] if place.is_file() else place.iterdir())}):
         state = path.stat()
         yield str(path), state.st_size, state.st_mtime_ns

@@ -56,8 +56,7 @@ class ModelFacts:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     sources: tuple[Source, ...] = field(default=(), repr=False)
     stored: Mapping[str, Stored] = field(default_factory=lambda: MappingProxyType({}), repr=False)
-    text_encoder: Path | None = None
-    tokenizer: Path | None = None
+    text_encoders: tuple[Path, ...] = ()
     vae: Path | None = None
     transformer_2: Path | None = None
     low_noise: ModelFacts | None = field(default=None, repr=False)

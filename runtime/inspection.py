@@ -15,7 +15,7 @@ from .facts import GGUF_SUFFIX, ModelFacts, Source, facts_of
 from .families import FAMILIES
 from .families.spec import FamilySpec
 from .gguf_header import read_gguf
-from .layouts import Layout, eight_bit_layers, has_vae, packed_layers, transformer_part
+from .layouts import Layout, eight_bit_layers, has_text_encoders, has_vae, packed_layers, transformer_part
 from .nunchaku_file import is_packed, is_packed_folder, packed_file, packed_folder
 from .safetensors_header import TensorEntry, read_header, read_metadata
 from .settings import TINY_SHAPES
@@ -26,7 +26,7 @@ RANDOM, INDEX = "random:", "model_index.json"
 READ = (".safetensors", ".sft", GGUF_SUFFIX)
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-PARTS = ("text_encoder", "tokenizer", "vae", "transformer_2")
+PARTS, TEXT_ENCODERS = ("vae", "transformer_2"), ("text_encoder", "text_encoder_2", "text_encoder_3")
 """Folders of a pipeline beside its transformer."""
 RECORDED = Path(__file__).resolve().parent / "families" / "tiny"
 """Written by `python -m tests.record_tiny`."""
@@ -138,10 +138,13 @@ def _pipeline_folder(path: Path) -> ModelFacts:
             f"{path} is a {pipeline} model, which has no family here: {SAMPLED_ALONE}. This takes: {supported}"
         )
     parts = {part: path / part for part in PARTS if (path / part).is_dir()}
+    encoders = tuple(path / part for part in TEXT_ENCODERS if (path / part).is_dir())
     boundary = index.get("boundary_ratio") or 0.0
     if type(boundary) is not float or not 0.0 <= boundary <= 1.0:
         raise Refused(f"{path / INDEX} says boundary_ratio {boundary!r}, no part of 1: download it again")
-    return replace(_transformer_folder(path / "transformer", pipeline), boundary=boundary, **parts)
+    return replace(
+        _transformer_folder(path / "transformer", pipeline), boundary=boundary, text_encoders=encoders, **parts
+    )
 
 
 def _transformer_folder(path: Path, pipeline: str = "") -> ModelFacts:
@@ -222,7 +225,9 @@ def _file(path: Path) -> ModelFacts:
     said = {} if read is read_gguf else read_metadata(path)
     facts = [each for each in found if isinstance(each, ModelFacts) and each.spec.told_by(said)]
     if len(facts) == 1:
-        return replace(facts[0], vae=path if has_vae(whole) else None)
+        return replace(
+            facts[0], vae=path if has_vae(whole) else None, text_encoders=(path,) if has_text_encoders(whole) else ()
+        )
     if facts:
         raise Refused(
             f"{path} can be read as more than one architecture ({', '.join(each.spec.title for each in facts)}): it is not "

@@ -18,6 +18,8 @@ PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 """What ComfyUI puts before the transformer's names, in an all-in-one checkpoint or a file of its own."""
 VAE_PREFIXES = ("vae.", "first_stage_model.")
 """What stands before the VAE's names in an all-in-one checkpoint."""
+TEXT_ENCODER = re.compile(r"text_encoders\.\w+\.transformer\.")
+"""What stands before those of each text encoder."""
 LEAVES = {"scale_weight": WEIGHT_SCALE}
 """What ComfyUI's older 8-bit files call a tensor of a layer, as we and its newer ones do."""
 WITHOUT_USE = ("scaled_fp8", "comfy_quant", "scale_input", "input_scale")
@@ -82,6 +84,11 @@ def transformer_part(header: Mapping[str, TensorEntry]) -> dict[str, TensorEntry
 def has_vae(names: Iterable[str]) -> bool:
     """Whether an all-in-one checkpoint brings a VAE."""
     return any(name.startswith(VAE_PREFIXES) for name in names)
+
+
+def has_text_encoders(names: Iterable[str]) -> bool:
+    """Whether an all-in-one checkpoint brings text encoders."""
+    return any(map(TEXT_ENCODER.match, names))
 
 
 def renamed(name: str, family: FamilySpec) -> str:

@@ -3,44 +3,83 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from .errors import Refused
 from .facts import ModelFacts
+from .families.spec import FamilySpec
 from .settings import FROM_MODEL, MemorySettings, ModelSettings
 from .stored import converted
+from .text_files import KINDS, EncoderFile, TextPart, find_encoders, tokenizer_of
 
 
-def check_parts(settings: ModelSettings) -> None:
-    """Raise `Refused` for a part that this version cannot use."""
-    if settings.text_encoder_2 != FROM_MODEL:
+def check_parts(settings: ModelSettings, family: FamilySpec) -> None:
+    """Raise `Refused` for a part that is not there, or that a family has no use for."""
+    if settings.text_encoder_2 != FROM_MODEL and len(family.texts) < 2:
         raise Refused(
-            "text_encoder_2 is set, but no model with two text encoders reads them yet: leave it at 'from model'"
+            f"text_encoder_2 is set, but {family.title} is run with no second text encoder: leave it at 'from model'"
         )
-    if settings.text_encoder != FROM_MODEL and not os.path.exists(settings.text_encoder):
-        raise Refused(
-            f"{settings.text_encoder}: no such text encoder. Choose a umt5_xxl file or a diffusers text_encoder folder, or use "
-            f"a CLIP Loader (type wan) and CLIP Text Encode"
-        )
+    for path in _chosen(settings):
+        if not os.path.exists(path):
+            raise Refused(
+                f"{path}: no such text encoder. Choose {_examples(family)}a diffusers text_encoder folder, or take the prompt from "
+                f"elsewhere: {family.text_encoders}"
+            )
     if settings.vae != FROM_MODEL and not os.path.exists(settings.vae):
         raise Refused(f"{settings.vae}: no such VAE. Choose a file or folder that is there")
 
 
-def text_encoder_of(settings: ModelSettings, facts: ModelFacts) -> tuple[Path, Path]:
-    """Where text encoder and tokenizer are. Raises `Refused` when there are none."""
-    if facts.spec.text_encoders:
-        raise Refused(f"{facts.spec.title} takes {facts.spec.text_encoders}")
-    folder, tokenizer = facts.text_encoder, facts.tokenizer
-    if settings.text_encoder != FROM_MODEL:
-        folder = Path(settings.text_encoder)
-        places = (folder,) if folder.is_file() else (folder.parent / "tokenizer", folder)
-        tokenizer = next((path for path in places if path.exists()), None)
-    if folder is None or tokenizer is None:
+def text_parts_of(settings: ModelSettings, facts: ModelFacts) -> tuple[TextPart, ...]:
+    """Where a model's text encoders and their tokenizers are. Raises `Refused` for one that is missing, or of another kind."""
+    family = facts.spec
+    if not family.texts:
+        raise Refused(f"{family.title} takes {family.text_encoders}")
+    held: dict[str, EncoderFile] = {}
+    for path in _chosen(settings):
+        _add_chosen(held, path, family)
+    for path in facts.text_encoders:
+        held = find_encoders(path) | held
+    lacking = [use.kind for use in family.texts if use.kind not in held]
+    if lacking:
+        raise Refused(_lacks(facts, lacking, held))
+    return tuple(
+        TextPart(use, held[use.kind], tokenizer_of(held[use.kind], settings.tokenizers)) for use in family.texts
+    )
+
+
+def _chosen(settings: ModelSettings) -> list[Path]:
+    return [Path(each) for each in (settings.text_encoder, settings.text_encoder_2) if each != FROM_MODEL]
+
+
+def _add_chosen(held: dict[str, EncoderFile], path: Path, family: FamilySpec) -> None:
+    """Add the encoders of a chosen file that a family takes."""
+    found = find_encoders(path)
+    taken = [use.kind for use in family.texts if use.kind in found]
+    if not taken:
+        titles = " and ".join(each.title for each in found.values())
         raise Refused(
-            f"{facts.name} comes without a text encoder: use a CLIP Loader (type wan) and CLIP Text Encode, or choose a "
-            f"umt5_xxl file or the text_encoder folder of a diffusers model in Load Model (--text-encoder)"
+            f"{path} is {titles}, but {family.title} takes {family.text_encoders}, or choose {_examples(family)}"
         )
-    return folder, tokenizer
+    for kind in taken:
+        if kind in held:
+            raise Refused(f"{held[kind].path} and {path} are both {found[kind].title}: choose one of each kind")
+        held[kind] = found[kind]
+
+
+def _lacks(facts: ModelFacts, lacking: list[str], held: Mapping[str, EncoderFile]) -> str:
+    titles = " and ".join(KINDS[kind].title for kind in lacking)
+    what = f"without the text encoder {titles}" if held else "without a text encoder"
+    return (
+        f"{facts.name} comes {what}. {facts.spec.title} takes {facts.spec.text_encoders}, or choose "
+        f"{_examples(facts.spec, lacking)}the text_encoder folder of a diffusers model in Load Model (--text-encoder)"
+    )
+
+
+def _examples(family: FamilySpec, kinds: Iterable[str] = ()) -> str:
+    """Names of files to choose, in words, with what goes on behind them."""
+    names = [KINDS[use.kind].example for use in family.texts if not kinds or use.kind in kinds]
+    return f"{' and '.join(names)} files or " if names else ""
 
 
 def vae_of(settings: ModelSettings, facts: ModelFacts) -> Path:

@@ -105,7 +105,7 @@ class Pipeline:
         `make_room` is called with what the transformers will take, before a weight is read.
         """
         facts = inspect_settings(settings)
-        check_parts(settings)
+        check_parts(settings, facts.spec)
         check_offload(facts, settings.memory)
         make_room(bytes_needed(facts, settings, mesh))
         sequence = Sequence(mesh, heads=facts.heads // mesh.degree("tensor"), joined=facts.spec.split.joined)

@@ -93,8 +93,8 @@ def plan_model(model: ModelSettings, machine: Machine, *, workload: Workload | N
     """The plan of a model's settings. Raises as `make_plan`, and `Refused` for a model or a part that cannot be used."""
     if found := pipeline_without_spec(model.model):
         return Plan(1, 1, 1, 1, 1, **plan_alone(found, model, machine))
-    check_parts(model)
     facts = inspect_settings(model)
+    check_parts(model, facts.spec)
     check_offload(facts, model.memory)
     return make_plan(model.parallel, facts, machine, dtype=model.dtype, offload=model.memory, workload=workload)
 

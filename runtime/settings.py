@@ -190,7 +190,8 @@ def amount_of(text: str, total: int) -> int:
 class ModelSettings(Settings):
     """What Load Model describes: files by absolute path (or `tiny-shapes`), number format, plan.
 
-    `text_encoder`, `text_encoder_2` and `vae` are "from model" or the absolute path of a file or folder. `stamp` changes
+    `text_encoder`, `text_encoder_2` and `vae` are "from model" or the absolute path of a file or folder. `tokenizers` is
+    ComfyUI's package `comfy`, which has those of the text encoders; empty where it is not known. `stamp` changes
     when one of the files changes, so that a file replaced in place is another model. `loras` are put on in their order, and
     changed without loading the model again.
 
@@ -210,6 +211,7 @@ class ModelSettings(Settings):
     stamp: str = Field(default="", max_length=256)
     model_low_noise: str = ""
     boundary: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
+    tokenizers: str = ""
 
     @property
     def weights(self) -> ModelSettings:

@@ -88,7 +88,9 @@ def fake_modules(fake: FakeComfyUI) -> dict[str, ModuleType]:
             load_models_gpu=fake.held.extend,
         ),
         "comfy.utils": _module(
-            "comfy.utils", ProgressBar=lambda total, node_id: SimpleNamespace(update_absolute=fake.update_bar)
+            "comfy.utils",
+            __file__="comfy/utils.py",
+            ProgressBar=lambda total, node_id: SimpleNamespace(update_absolute=fake.update_bar),
         ),
         "comfyui_version": _module("comfyui_version", __version__="0.3.75"),
         "folder_paths": _module(

@@ -60,6 +60,7 @@ FACTS = (
     "inspection",
     "without_spec",
     "experts",
+    "text_files",
     "parts",
     "machine",
     "workload",

@@ -65,7 +65,7 @@ def test_a_diffusers_folder_gives_its_parts(tmp_path, model):
     facts = inspect_model(str(tmp_path))
     assert len(facts.sources) > 1
     assert {name for source in facts.sources for name in source.names} == set(model.state_dict())
-    assert (facts.vae, facts.text_encoder) == (tmp_path / "vae", None)
+    assert (facts.vae, facts.text_encoders) == (tmp_path / "vae", ())
     assert facts.config["patch_size"] == (1, 2, 2)
     assert inspect_model(str(tmp_path / "transformer")).config == facts.config
     (tmp_path / "transformer_2").mkdir()

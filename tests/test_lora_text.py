@@ -45,7 +45,7 @@ def layers() -> dict[str, tuple[int, int]]:
     """Every Linear of the encoder of tiny-shapes."""
     pipeline = load()
     encoded(pipeline)
-    model = pipeline._components.text_encoder.model
+    model = pipeline._components.text_encoder.model["umt5xxl"]
     linears = {name: each for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
     assert len(linears) == 7
     return {name: tuple(each.weight.shape) for name, each in linears.items()}
@@ -70,7 +70,7 @@ def expected(layers: dict[str, tuple[int, int]], tensors: Tensors, name: str, st
     encoder = pipeline._components.text_encoder
     encoder.model = copy.deepcopy(encoder.model)
     for layer in layers:
-        weight = encoder.model.get_submodule(layer).weight
+        weight = encoder.model["umt5xxl"].get_submodule(layer).weight
         down, up = (tensors[f"{NAMES[name](layer)}.lora_{side}.weight"].double() for side in ("down", "up"))
         weight.data = (weight.double() + strength * 3 / 4 * up @ down).float()
     pipeline._components._prompts._entries.clear()
@@ -144,7 +144,7 @@ def test_a_file_without_a_part_for_text_encodes_no_prompt_anew(layers, tmp_path)
 
 
 def test_the_second_of_several_encoders_has_its_number():
-    names = TextNames({"encoder.block.0.wi.weight": torch.Size((4, 4))}, title="T5", comfyui="t5xxl", place=2)
+    names = TextNames({"encoder.block.0.wi.weight": torch.Size((4, 4))}, title="T5", comfyui="t5xxl", places=(2,))
     for layer in (
         "lora_te2_encoder_block_0_wi",
         "text_encoder_2.encoder.block.0.wi",

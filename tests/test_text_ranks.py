@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ from transformers import UMT5Config, UMT5EncoderModel
 from runtime.encoders.reporting import GroupProgress
 from runtime.encoders.text import TextEncoder
 from runtime.errors import Cancelled, Refused
+from runtime.families.texts import UMT5
 from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.settings import ModelSettings
+from runtime.text_files import TextPart, find_encoders
 from runtime.tiny_shapes.text import build_tokenizer, vocabulary
 from tests.processes import run_as_processes
 from tests.ranks import run_as_threads
@@ -47,14 +50,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 def load(folder: Path, mesh: Mesh) -> TextEncoder:
-    return TextEncoder.load(
-        folder / "text_encoder",
-        folder / "tokenizer",
-        length=32,
-        dtype=torch.float32,
-        device=mesh.device,
-        group=mesh.group("tensor"),
-    )
+    file = find_encoders(folder / "text_encoder")["umt5xxl"]
+    part = TextPart(replace(UMT5[0], length=32), file, folder / "tokenizer")
+    return TextEncoder.load([part], dtype=torch.float32, device=mesh.device, group=mesh.group("tensor"))
 
 
 def work_through(mesh: Mesh, folder: Path) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from ..settings import (
     ModelSettings,
     ParallelSettings,
 )
-from .models import LORA_FOLDERS, find_file, find_model
+from .models import LORA_FOLDERS, find_file, find_model, tokenizers
 
 Value = TypeVar("Value")
 DEGREES = {"ulysses": "ulysses", "ring": "ring", "tensor": "tensor", "cfg-parallel": "cfg", "data": "data"}
@@ -94,7 +94,7 @@ def model_settings(chosen: argparse.Namespace, **parts: str) -> ModelSettings:
     if chosen.model_low_noise:
         fields["model_low_noise"] = find_model(chosen.model_low_noise)
     fields["boundary"] = chosen.boundary
-    model = checked(ModelSettings, model=find_model(chosen.model), **fields, **parts)
+    model = checked(ModelSettings, model=find_model(chosen.model), tokenizers=tokenizers(), **fields, **parts)
     return model.model_copy(update={"parallel": parallel})
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..inspection import inspect_model
 from ..machine import Machine
 from ..needs import USUAL_BRANCHES
-from ..parts import text_encoder_of, vae_of
+from ..parts import text_parts_of, vae_of
 from ..plan import plan_model
 from ..settings import FROM_MODEL
 from ..workload import Workload
@@ -55,7 +55,7 @@ def run(chosen: argparse.Namespace) -> int:
     from .pictures import check_path, write
 
     check_path(out, frames=size["frames"])
-    text_encoder_of(model, facts)  # what is missing or of another kind is told of now, not after all steps
+    text_parts_of(model, facts)  # what is missing or of another kind is told of now, not after all steps
     check_autoencoder(vae_of(model, facts), facts.spec)
     latent = empty_latent(form, **size)
     seconds: dict[str, float] = {}

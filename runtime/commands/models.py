@@ -75,9 +75,18 @@ def find_file(name: str, folders: tuple[str, ...]) -> str:
 
 def models_folders() -> list[Path]:
     """ComfyUI's models folder: the one of COMFYUI_PATH, the one this pack is installed beside, and ./models."""
+    return list(dict.fromkeys(root.resolve() / "models" for root in _roots() if (root / "models").is_dir()))
+
+
+def tokenizers() -> str:
+    """ComfyUI's package `comfy`, which has tokenizers, where one of these folders has it; else empty."""
+    packages = (root.resolve() / "comfy" for root in _roots())
+    return next((str(package) for package in packages if (package / "text_encoders").is_dir()), "")
+
+
+def _roots() -> list[Path]:
     named = os.environ.get("COMFYUI_PATH")
-    roots = [*([Path(named)] if named else []), PACK_ROOT.parents[1], Path.cwd()]
-    return list(dict.fromkeys(root.resolve() / "models" for root in roots if (root / "models").is_dir()))
+    return [*([Path(named)] if named else []), PACK_ROOT.parents[1], Path.cwd()]
 
 
 def _not_found(name: str, folders: tuple[str, ...], roots: list[Path]) -> str:

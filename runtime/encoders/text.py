@@ -1,8 +1,8 @@
-"""Prompt -> conditioning, by the UMT5 encoder of a model folder or of a single file."""
+"""Prompt -> conditioning, by the text encoders of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -20,83 +21,75 @@ from ..lora.apply import Loras
 from ..progress import ReportProgress
 from ..protocol import Conditioning
 from ..settings import LoraSettings
+from ..text_files import TextPart
+from .kinds import blocks_of
+from .prompt_encoder import Encoded, PromptEncoder
 from .reporting import reporting
-from .text_file import load_text_file
+from .text_file import load_encoder, load_tokenizer
 from .text_loras import loras_of
 from .text_split import load_split
 from .tokens import Tokenizer
 
 STAGE = "encoding text"
-TITLE, COMFYUI_NAME = "the text encoder UMT5", "umt5xxl"
-MOST_TOKENS = 4096
-"""Of a prompt; eight times what the models were trained on. Attention's memory grows with the square."""
 
 
 class TextEncoder:
-    """A text encoder that `stays` on a device, or visits it from host memory for each prompt.
+    """A model's text encoders, which `stay` on a device, or visit it from host memory for each prompt.
 
-    It is whole on one rank, or cut over the ranks of a group, which then make the same calls with the same values.
+    Each is whole on one rank, or cut over the ranks of a group, which then make the same calls with the same values.
+    `model` has them by kind.
     """
 
-    def __init__(self, tokenizer: Tokenizer, model: UMT5EncoderModel, *, device: torch.device, stays: bool) -> None:
-        self.model = model
-        self._tokenizer, self._device = tokenizer, device
+    def __init__(
+        self, encoders: Sequence[PromptEncoder], model: nn.ModuleDict, *, device: torch.device, stays: bool
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self._encoders, self._device = tuple(encoders), device
         self._stays = stays
         self._loras: Loras | None = None
 
     @classmethod
     def load(
         cls,
-        folder: Path,
-        tokenizer: Path,
+        parts: Sequence[TextPart],
         *,
-        length: int,
         dtype: torch.dtype,
         device: torch.device,
         stays: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> TextEncoder:
-        """From the folders of the encoder and its tokenizer, or a file of both; cut over the ranks of a group, where one is given.
+        """From the files of the encoders and their tokenizers; cut over the ranks of a group, where one is given.
 
         Raises `Refused` when they do not hold what they should.
         """
-        if folder.is_file():
-            model, words = load_text_file(folder, length=length, dtype=dtype, group=group)
-        else:
-            model, words = _model(folder, dtype=dtype, group=group), Tokenizer.from_folder(tokenizer, length=length)
-        if words.words > model.config.vocab_size:
-            raise Refused(
-                f"{tokenizer} has {words.words} words, but the encoder {folder} knows {model.config.vocab_size}: use the two "
-                f"of one model"
-            )
-        return cls(words, model.eval().requires_grad_(False), device=device, stays=stays)
+        model = nn.ModuleDict({part.use.kind: _model(part, dtype=dtype, group=group) for part in parts})
+        encoders = [PromptEncoder(part.use, _tokenizer(part, model[part.use.kind])) for part in parts]
+        return cls(encoders, model, device=device, stays=stays)
 
     @torch.inference_mode()
     def use_loras(self, loras: Iterable[LoraSettings]) -> tuple[str, ...]:
         """Encode with the parts of these that are for a text encoder, and no others; a line to tell of each. Raises `Refused`."""
         chosen = tuple(loras)
         if self._loras is None and chosen:
-            kind = {"title": TITLE, "comfyui": COMFYUI_NAME, "dtype": self.model.dtype, "device": self._device}
-            self._loras = loras_of(self.model, **kind)
+            self._loras = loras_of(self.model, device=self._device)
         return () if self._loras is None else self._loras.use(chosen)
 
     @torch.inference_mode()
     def encode(self, text: str, *, progress: ReportProgress) -> Conditioning:
-        """`(1, L, D)` float32 on the CPU, zero where the prompt has ended; L grows with prompts over the usual length.
+        """`(1, L, D)` float32 on the CPU, and what else the family reads of a prompt; L grows with prompts over the usual length.
 
         Raises `Refused` for a prompt that is too long, `Cancelled` when the job is stopped between two blocks.
         """
-        words = self._tokenizer.ids(text)
-        if len(words) > MOST_TOKENS:
-            raise Refused(f"the prompt has {len(words)} tokens: shorten it to {MOST_TOKENS} or less")
-        filling = max(0, self._tokenizer.length - len(words))
-        ids = torch.tensor([words + [self._tokenizer.padding] * filling], device=self._device)
-        mask = torch.tensor([[1] * len(words) + [0] * filling], device=self._device)
-        blocks = self.model.encoder.block
+        prompts = [encoder.read(text) for encoder in self._encoders]
+        blocks = [block for kind, model in self.model.items() for block in blocks_of(model, kind)]
         progress(STAGE, 0, len(blocks))
         with self._on_device(), reporting(blocks, partial(progress, STAGE)):
-            hidden = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
-        return Conditioning(embedding=(hidden.float() * mask.unsqueeze(-1)).cpu())
+            return _joined(
+                [
+                    encoder.encode(prompt, self.model[encoder.use.kind], device=self._device)
+                    for encoder, prompt in zip(self._encoders, prompts, strict=True)
+                ]
+            )
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -108,7 +101,31 @@ class TextEncoder:
                 self.model.to("cpu")
 
 
-def _model(folder: Path, *, dtype: torch.dtype, group: dist.ProcessGroup | None) -> UMT5EncoderModel:
+def _joined(encoded: Sequence[Encoded]) -> Conditioning:
+    """The conditioning of what each encoder gives."""
+    [tokens] = [each for each in encoded if each.tokens is not None]
+    pooled = next((each.pooled for each in encoded if each.pooled is not None), None)
+    return Conditioning(embedding=tokens.tokens, pooled=pooled, attention_mask=tokens.mask)
+
+
+def _model(part: TextPart, *, dtype: torch.dtype, group: dist.ProcessGroup | None) -> nn.Module:
+    if part.file.path.is_dir() and part.file.kind == "umt5xxl":
+        return _umt5_of_folder(part.file.path, dtype=dtype, group=group)
+    return load_encoder(part.file, dtype=dtype, group=group)
+
+
+def _tokenizer(part: TextPart, model: nn.Module) -> Tokenizer:
+    tokenizer, known = load_tokenizer(part), model.config.vocab_size
+    if tokenizer.words > known:
+        raise Refused(
+            f"{part.tokenizer or part.file.path} has {tokenizer.words} words, but the encoder {part.file.path} knows {known}: use "
+            f"the two of one model"
+        )
+    return tokenizer
+
+
+def _umt5_of_folder(folder: Path, *, dtype: torch.dtype, group: dist.ProcessGroup | None) -> UMT5EncoderModel:
+    """By its config.json."""
     wanted, kinds = UMT5EncoderModel.__name__, read_json(folder / "config.json").get("architectures")
     if not isinstance(kinds, list) or wanted not in kinds:
         raise Refused(f"{folder} holds {kinds or 'nothing'}, but the text encoder must be a {wanted}")

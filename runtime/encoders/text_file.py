@@ -1,6 +1,6 @@
-"""The UMT5 encoder of a single file, such as ComfyUI's umt5_xxl_fp16 and umt5_xxl_fp8_e4m3fn_scaled.
+"""A text encoder with the weights of its file, such as ComfyUI's t5xxl_fp16, t5xxl_fp8_e4m3fn_scaled and qwen_3_4b.
 
-Its configuration follows from the shapes, and its tokenizer is a tensor of bytes, `spiece_model`.
+Its configuration follows from the shapes. Weights in 8 bits are turned into numbers as they are read.
 """
 
 from __future__ import annotations
@@ -8,108 +8,136 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from transformers import UMT5Config, UMT5EncoderModel
+from torch import nn
 
 from ..configuration import building, check_names
 from ..errors import Refused
 from ..facts import Source
 from ..layouts import LEAVES, WITHOUT_USE
 from ..linear import local_part
-from ..reading import WeightFile
-from ..safetensors_header import TensorEntry, read_header
+from ..reading import WeightFile, mapped_safetensors
 from ..stored import WEIGHT_SCALE
-from .text_split import WORDS, split_encoder
+from ..text_files import KINDS, OUTER, EncoderFile, TextPart
+from .kinds import CLASSES, fill_tables
+from .text_split import split_encoder
 from .tokens import Tokenizer
 
-PIECES = "spiece_model"
-ATTENTION, FEED_FORWARD = "encoder.block.0.layer.0.SelfAttention", "encoder.block.0.layer.1.DenseReluDense"
-OWN_POSITIONS = "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"
-"""What UMT5 has in every block, and T5 in the first alone."""
-NEEDED = ("shared.weight", f"{ATTENTION}.relative_attention_bias.weight", f"{FEED_FORWARD}.wi_0.weight", OWN_POSITIONS)
-WAY_OUT = "use a CLIP Loader (type wan) and CLIP Text Encode, or choose umt5_xxl"
+READABLE = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 
 
-def load_text_file(
-    path: Path, *, length: int, dtype: torch.dtype, group: dist.ProcessGroup | None
-) -> tuple[UMT5EncoderModel, Tokenizer]:
-    """The encoder with its weights (of a group, this rank's part), and its tokenizer.
-
-    Raises `Refused` when the file is another encoder, or has no tokenizer inside or beside it.
-    """
-    header = read_header(path)
-    lacking = [name for name in NEEDED if name not in header]
-    if lacking:
-        raise Refused(f"{path} is no UMT5 encoder (it lacks {lacking[0]}): {WAY_OUT}")
-    model, scales = _without_weights(path, header), _scales(path, header)
-    names = [name for name in header if name.endswith(".weight")]
-    unknown = set(header) - {*names, *scales.values(), PIECES, *(name for name in header if _leaf(name) in WITHOUT_USE)}
-    known = set(model.state_dict())
-    check_names(path, lacking=known - {*names, f"{WORDS[1]}.weight"}, unknown=unknown | (set(names) - known))
-    if group is not None:
-        split_encoder(model, group)
+def load_encoder(file: EncoderFile, *, dtype: torch.dtype, group: dist.ProcessGroup | None) -> nn.Module:
+    """The encoder of a file with its weights; of a group, this rank's part. Raises `Refused` when they do not fit together."""
+    kind = CLASSES[file.kind]
+    shapes = {name: entry.shape for name, (_, _, entry) in file.tensors.items()}
+    with building(kind.model_class, where=file.path):
+        model = kind.model_class(kind.config_from(shapes))
+    own = {OUTER.sub("", name): name for name in model.state_dict()}
+    scales = _scales(file)
+    weights = _weights(file, own)
+    _check(file, model, own, weights, scales)
+    if group is not None and kind.cut is not None:
+        split_encoder(model, kind.cut(model.config), words=kind.words, group=group)
     try:
-        with WeightFile(Source(path, {name: name for name in header}), mapped=True) as file:
-            for name in names:
-                part = local_part(model, name)
-                tensor = file.part(name, part).to(dtype)
-                part.place(tensor * file.get_slice(scales[name])[:].to(dtype) if name in scales else tensor)
-            pieces = bytes(file.get_slice(PIECES)[:].tolist()) if PIECES in header else b""
+        _fill(model, file, own, weights, scales, dtype)
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise Refused(f"{path} cannot be read as a UMT5 encoder: {str(error)[:300]}") from error
-    model.set_submodule(WORDS[1], model.get_submodule(WORDS[0]))
-    return model, _tokenizer(path, pieces, length=length)
-
-
-def _tokenizer(path: Path, pieces: bytes, *, length: int) -> Tokenizer:
-    """The one inside the file, else the one in a folder beside it."""
-    if pieces:
-        return Tokenizer.from_pieces(pieces, length=length, where=path)
-    beside = path.parent / "tokenizer"
-    if beside.is_dir():
-        return Tokenizer.from_folder(beside, length=length)
-    raise Refused(
-        f"{path} has no tokenizer inside ({PIECES}): put the tokenizer folder of a diffusers model beside it, as {beside}, or "
-        f"{WAY_OUT}"
-    )
-
-
-def _without_weights(path: Path, header: Mapping[str, TensorEntry]) -> UMT5EncoderModel:
-    """The class of these shapes."""
-    try:
-        words, width = header["shared.weight"].shape
-        buckets, heads = header[f"{ATTENTION}.relative_attention_bias.weight"].shape
-        features, hidden = header[f"{ATTENTION}.q.weight"].shape[0], header[f"{FEED_FORWARD}.wi_0.weight"].shape[0]
-    except (KeyError, ValueError) as error:
-        raise Refused(f"{path} is damaged: its tensors do not fit together ({error}). Download it again") from error
-    layers = {found[1] for name in header if (found := re.match(r"encoder\.block\.(\d+)\.", name))}
-    with building(UMT5EncoderModel, where=path):
-        model = UMT5EncoderModel(
-            UMT5Config(
-                vocab_size=words, d_model=width, d_kv=features // max(1, heads), d_ff=hidden, num_layers=len(layers),
-                num_heads=heads, relative_attention_num_buckets=buckets, feed_forward_proj="gated-gelu", dropout_rate=0.0,
-            )
-        )  # fmt: skip
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name, shape in shapes.items():
-        if name in header and header[name].shape != shape:
-            raise Refused(f"{path} is damaged: {name} is {header[name].shape} and should be {shape}. Download it again")
+        raise Refused(f"{file.path} cannot be read as a {file.title} encoder: {str(error)[:300]}") from error
+    for other in kind.words[1:]:
+        model.set_submodule(other, model.get_submodule(kind.words[0]))
+    fill_tables(model)
     return model
 
 
-def _scales(path: Path, header: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """The tensor that scales an 8-bit weight, by the name of that."""
+def load_tokenizer(part: TextPart) -> Tokenizer:
+    """The tokenizer of an encoder: the one in its folder, else the one inside the file. Raises `Refused`."""
+    if part.tokenizer is not None:
+        return Tokenizer.from_folder(part.tokenizer, **CLASSES[part.use.kind].tokenizer)
+    path, name = part.file.pieces
+    with mapped_safetensors(path) as opened:
+        return Tokenizer.from_pieces(bytes(opened.get_tensor(name).tolist()), where=path)
+
+
+def _fill(
+    model: nn.Module,
+    file: EncoderFile,
+    own: Mapping[str, str],
+    weights: Mapping[str, tuple[Path, str]],
+    scales: Mapping[str, tuple[Path, str]],
+    dtype: torch.dtype,
+) -> None:
+    with ExitStack() as stack:
+        opened = {
+            path: stack.enter_context(WeightFile(Source(path, _as_they_are(file, path)), mapped=True))
+            for path in {path for path, _, _ in file.tensors.values()}
+        }
+        for name, (path, stored) in weights.items():
+            part = local_part(model, own[name])
+            if part is None:
+                continue
+            tensor = opened[path].part(stored, part).to(dtype)
+            if name in scales:
+                path, stored = scales[name]
+                tensor = tensor * opened[path].get_slice(stored)[:].to(dtype)
+            part.place(tensor)
+
+
+def _as_they_are(file: EncoderFile, path: Path) -> dict[str, str]:
+    return {stored: stored for place, stored, _ in file.tensors.values() if place == path}
+
+
+def _weights(file: EncoderFile, own: Mapping[str, str]) -> dict[str, tuple[Path, str]]:
+    """Where each tensor of the class is."""
+    return {name: (path, stored) for name, (path, stored, _) in file.tensors.items() if name in own}
+
+
+def _check(
+    file: EncoderFile,
+    model: nn.Module,
+    own: Mapping[str, str],
+    weights: Mapping[str, tuple[Path, str]],
+    scales: Mapping[str, tuple[Path, str]],
+) -> None:
+    """Raise `Refused` where the tensors of a file are not those of the class."""
+    told = {name for name in file.tensors if _leaf(name) in WITHOUT_USE or _is_scale(name)}
+    idle = {name for name in file.tensors if re.fullmatch(KINDS[file.kind].unused, name)}
+    tied = {f"{name}.weight" for name in CLASSES[file.kind].words[1:]}
+    lacking = own.keys() - weights.keys() - tied
+    check_names(file.path, lacking=lacking, unknown=file.tensors.keys() - weights.keys() - told - idle)
+    for name, tensor in model.state_dict().items():
+        _, stored, entry = file.tensors.get(OUTER.sub("", name), (None, "", None))
+        if entry is None:
+            continue
+        if entry.shape != tuple(tensor.shape):
+            raise Refused(
+                f"{file.path} is damaged: {stored} is {entry.shape} and should be {tuple(tensor.shape)}. Download it again"
+            )
+        if entry.dtype not in READABLE:
+            raise Refused(
+                f"{file.path} is quantised ({stored} is {entry.dtype}), which is not read: use the fp16 or fp8 file"
+            )
+
+
+def _scales(file: EncoderFile) -> dict[str, tuple[Path, str]]:
+    """Where the number is that an 8-bit weight is multiplied by, by the name of that."""
     found = {}
-    for name, entry in header.items():
-        if LEAVES.get(_leaf(name), _leaf(name)) == WEIGHT_SCALE:
+    for name, (path, stored, entry) in file.tensors.items():
+        if _is_scale(name):
             if math.prod(entry.shape) != 1:
-                raise Refused(f"{path}: {name} is {entry.shape}, but a weight is scaled by one number: {WAY_OUT}")
-            found[f"{name.rpartition('.')[0]}.weight"] = name
+                raise Refused(
+                    f"{file.path}: {stored} is {entry.shape}, but a weight is scaled by one number: use the fp16 or fp8 file"
+                )
+            found[f"{name.rpartition('.')[0]}.weight"] = (path, stored)
     return found
+
+
+def _is_scale(name: str) -> bool:
+    leaf = _leaf(name)
+    return LEAVES.get(leaf, leaf) == WEIGHT_SCALE
 
 
 def _leaf(name: str) -> str:

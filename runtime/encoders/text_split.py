@@ -1,8 +1,7 @@
-"""A T5 encoder cut over the tensor axis: its heads, its feed-forward layers and its words."""
+"""A text encoder cut over the tensor axis: its heads, its feed-forward layers and its words."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,27 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch import nn
 from transformers import UMT5EncoderModel
 
 from ..configuration import check_names, empty_model
 from ..errors import Refused
 from ..facts import Source
-from ..families.cuts import LinearShard, TensorSplit
 from ..linear import ParallelEmbedding, local_part, swap_linears
 from ..parallel.shares import even_lengths
 from ..reading import WeightFile
-
-LAYER = r"encoder\.block\.\d+\.layer"
-SPLIT = TensorSplit(
-    linears=(
-        LinearShard(rf"{LAYER}\.0\.SelfAttention\.[qkv]", "column"),
-        LinearShard(rf"{LAYER}\.0\.SelfAttention\.o", "row"),
-        LinearShard(rf"{LAYER}\.1\.DenseReluDense\.wi(_[01])?", "column"),
-        LinearShard(rf"{LAYER}\.1\.DenseReluDense\.wo", "row"),
-    ),
-)
-WORDS = ("shared", "encoder.embed_tokens")
-"""Two names of one table; a file has either or both."""
+from .kinds import CLASSES, Cut
 
 
 def load_split(
@@ -40,16 +28,17 @@ def load_split(
     dtype: torch.dtype,
     group: dist.ProcessGroup,
 ) -> UMT5EncoderModel:
-    """The encoder of a folder with this rank's part of the weights, of which no more is read. All ranks of the group call it.
+    """The UMT5 encoder of a folder with this rank's part of the weights, of which no more is read. All ranks of the group call it.
 
     Raises `Refused` when the folder does not hold what it should.
     """
+    kind = CLASSES["umt5xxl"]
     model, headers = empty_model(UMT5EncoderModel, folder, build=build)
     known, present = set(model.state_dict()), {name for header in headers.values() for name in header}
-    tied = {f"{name}.weight" for name in WORDS}
+    tied = {f"{name}.weight" for name in kind.words}
     lacking = known - present - (tied if tied & present else set())
     check_names(folder, lacking=lacking, unknown=present - known)
-    split_encoder(model, group)
+    split_encoder(model, kind.cut(model.config), words=kind.words, group=group)
     for path, header in headers.items():
         try:
             with WeightFile(Source(path, {name: name for name in header}), mapped=True) as file:
@@ -61,24 +50,24 @@ def load_split(
     return model
 
 
-def split_encoder(model: UMT5EncoderModel, group: dist.ProcessGroup) -> None:
-    """Put layers with this rank's part in the place of those of an encoder without weights.
+def split_encoder(model: nn.Module, cut: Cut, *, words: tuple[str, ...], group: dist.ProcessGroup) -> None:
+    """Put layers with this rank's part in the place of those of an encoder without weights; `words` names its table of words.
 
     Raises `Refused` when there are fewer heads than ranks.
     """
-    heads, rank, degree = model.config.num_heads, dist.get_rank(group), dist.get_world_size(group)
-    if heads < degree:
+    rank, degree = dist.get_rank(group), dist.get_world_size(group)
+    if cut.heads < degree:
         raise Refused(
-            f"the text encoder has {heads} heads, fewer than tensor {degree}: set tensor to {heads} or less, or use a CLIP "
-            f"Loader and CLIP Text Encode"
+            f"the text encoder has {cut.heads} heads, fewer than tensor {degree}: set tensor to {cut.heads} or less, or use a "
+            f"CLIP Loader and CLIP Text Encode"
         )
-    swap_linears(model, SPLIT, head_dim=model.config.d_kv, group=group)
-    words = ParallelEmbedding(model.get_submodule(WORDS[0]), mode="gather", group=group)
-    for name in WORDS:
-        model.set_submodule(name, words)
-    for name, module in list(model.named_modules()):
-        if re.fullmatch(rf"{LAYER}\.0\.SelfAttention", name):
-            module.n_heads = even_lengths(heads, degree)[rank]
+    swap_linears(model, cut.split, head_dim=cut.head_dim, group=group)
+    table = ParallelEmbedding(model.get_submodule(words[0]), mode="gather", group=group)
+    for name in words:
+        model.set_submodule(name, table)
+    for module in list(model.modules()):
+        if hasattr(module, "n_heads"):  # T5's attention, which has a bias of places for each head
+            module.n_heads = even_lengths(cut.heads, degree)[rank]
             if module.has_relative_attention_bias:
                 module.relative_attention_bias = ParallelEmbedding(
                     module.relative_attention_bias, mode="column", group=group

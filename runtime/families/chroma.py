@@ -11,6 +11,7 @@ from typing import Any
 from .cuts import LinearShard, TensorSplit
 from .flux import DOUBLE, EMBEDDERS, FLUX, SINGLE
 from .spec import FamilySpec
+from .texts import BARE_T5
 from .written import Rebuilt, Shapes, Variant, count_blocks
 
 RENAMES = (
@@ -112,4 +113,5 @@ CHROMA: FamilySpec = replace(
     references=(),
     refuses=(("guidance", "Chroma is run with a distilled guidance of 0 alone: remove FluxGuidance"),),
     text_encoders="T5: use a CLIP Loader (type chroma) and CLIP Text Encode",
+    texts=BARE_T5,
 )

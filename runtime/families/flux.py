@@ -10,6 +10,7 @@ from typing import Any
 
 from .cuts import Activations, LinearShard, Moment, TensorSplit, TokenPlace, TokenSplit
 from .spec import FamilySpec, LatentFormat
+from .texts import CLIP_AND_T5
 from .written import Fused, NunchakuFile, PackedLinear, Shapes, count_blocks
 
 PATCH = (2, 2)
@@ -286,6 +287,7 @@ FLUX = FamilySpec(
     sigma_table=10000,
     references=("offset", "index", "uxo"),
     text_encoders="CLIP-L and T5: use a DualCLIPLoader (type flux) and CLIP Text Encode",
+    texts=CLIP_AND_T5,
 )
 
 FLUX_SCHNELL = replace(

@@ -11,6 +11,7 @@ from typing import Any
 
 from .cuts import Activations, LinearShard, Moment, TensorSplit, TokenPlace, TokenSplit
 from .spec import FamilySpec, LatentFormat
+from .texts import MASKED_T5
 from .written import Shapes, Variant, count_blocks
 
 HEADS = 32
@@ -181,6 +182,7 @@ LTX = FamilySpec(
     levels="token",
     activations=Activations(mlp=Moment(19, hidden=2, text=0), attention=Moment(17, text=0)),
     text_encoders="T5: use a CLIP Loader (type ltxv) and CLIP Text Encode",
+    texts=MASKED_T5,
 )
 
 LTX_CAUSAL = replace(

@@ -11,6 +11,7 @@ from typing import Any
 
 from .cuts import Activations, LinearShard, Moment, TensorSplit, TokenPlace, TokenSplit
 from .spec import FamilySpec
+from .texts import QWEN25_VL
 from .wan import LATENT
 from .written import NunchakuFile, PackedLinear, Rebuilt, Shapes, Variant
 
@@ -144,6 +145,7 @@ QWEN = FamilySpec(
     sigma_table=10000,
     references=("index",),
     text_encoders="Qwen2.5-VL: use a CLIP Loader (type qwen_image) and CLIP Text Encode",
+    texts=QWEN25_VL,
 )
 
 QWEN_2511 = replace(

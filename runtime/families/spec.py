@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from .cuts import Activations, TensorSplit, TokenSplit
+from .texts import TextUse
 from .written import TILE, Fused, NunchakuFile, PackedLinear, Rebuilt, Shapes, Variant
 
 
@@ -131,8 +132,10 @@ class FamilySpec:
     text_length: int
     text_fill: int = 0
     """How many tokens a prompt is filled up to, with zeros before it."""
-    text_encoders: str = ""
-    """Where the model's own cannot be used yet: what they are and the way out."""
+    text_encoders: str
+    """What they are, and ComfyUI's nodes for them."""
+    texts: tuple[TextUse, ...] = ()
+    """How each is read; empty where it is not read here."""
 
     def head_dim_of(self, config: Mapping[str, Any]) -> int:
         """How wide a head of the model is."""

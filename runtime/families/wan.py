@@ -12,6 +12,7 @@ from typing import Any
 
 from .cuts import Activations, LinearShard, Moment, TensorSplit, TokenPlace, TokenSplit
 from .spec import FamilySpec, LatentFormat
+from .texts import UMT5
 from .written import Rebuilt, Shapes, Variant
 
 PATCH = (1, 2, 2)
@@ -209,6 +210,8 @@ WAN = FamilySpec(
     vae_class="AutoencoderKLWan",
     activations=Activations(mlp=Moment(4, hidden=2, text=0), attention=Moment(2, text=0)),
     text_length=512,
+    text_encoders="UMT5: use a CLIP Loader (type wan) and CLIP Text Encode",
+    texts=UMT5,
     tiny=TINY,
     after_gelu=r"blocks\.\d+\.ffn\.net\.2",
     boundary=0.875,

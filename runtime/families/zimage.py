@@ -9,6 +9,7 @@ from typing import Any
 from .cuts import Activations, LinearShard, Moment, TensorSplit, TokenPlace, TokenSplit
 from .flux import LATENT
 from .spec import FamilySpec
+from .texts import QWEN3
 from .written import Fused, NunchakuFile, PackedLinear, Rebuilt, Shapes, Variant, count_blocks
 
 PATCH = (2, 2)
@@ -155,4 +156,5 @@ ZIMAGE = FamilySpec(
     tiny=TINY,
     timestep_scale=1.0,
     text_encoders="Qwen3-4B: use a CLIP Loader (type lumina2) and CLIP Text Encode",
+    texts=QWEN3,
 )

@@ -39,7 +39,7 @@ class LoraFile:
         parts += [f"{len(idle)} of them by nothing, since their alpha is 0: {summary(idle)}"] if idle else []
         if names.family and self.others:
             encoded = f"not applied, since ComfyUI encodes the prompts of {names.title}"
-            where = encoded if names.family.text_encoders else "left to Outrigger Text Encode"
+            where = "left to Outrigger Text Encode" if names.family.texts else encoded
             parts.append(f"{where}: {summary(self.others)}")
         parts += [f"not applied: {summary(self.unused)}"] if self.unused else []
         return "; ".join(parts)
@@ -147,7 +147,7 @@ def _fits_nothing(file: Path, layers: Layers, names: Names) -> str:
 
 
 def _way_out(names: Names) -> str:
-    if names.family.text_encoders:
+    if not names.family.texts:
         return f"ComfyUI encodes the prompts of {names.title}, so put it there, in a LoraLoader behind the CLIP Loader"
     return "set strength_model to 0 and connect a strength_clip"
 

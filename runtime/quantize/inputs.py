@@ -75,7 +75,7 @@ def _request(
 ) -> Sample:
     """A run of a prompt; where the model has no text encoder of its own, of a drawn one."""
     facts = pipeline.facts
-    has_text = facts.text_encoder is not None and not facts.spec.text_encoders
+    has_text = bool(facts.text_encoders and facts.spec.texts)
     texts = (prompt, "")
     positive, negative = (
         pipeline.encode_text(text, progress=ignore_progress) if has_text else drawn_prompt(facts, 2 * number + place)

@@ -1,0 +1,164 @@
+"""The classes of transformers that the text encoders are, built without weights from the shapes in their files.
+
+What shapes do not say is the same for all files of a kind: it is written here, from the configurations that were published.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    Qwen2Config,
+    Qwen2Model,
+    Qwen3Config,
+    Qwen3Model,
+    T5Config,
+    T5EncoderModel,
+    UMT5Config,
+    UMT5EncoderModel,
+)  # fmt: skip
+
+from ..families.cuts import LinearShard, TensorSplit
+
+Shapes = Mapping[str, tuple[int, ...]]
+T5_ATTENTION, T5_FEED_FORWARD = "encoder.block.0.layer.0.SelfAttention", "encoder.block.0.layer.1.DenseReluDense"
+T5_LAYER = r"encoder\.block\.\d+\.layer"
+T5_SPLIT = TensorSplit(
+    linears=(
+        LinearShard(rf"{T5_LAYER}\.0\.SelfAttention\.[qkv]", "column"),
+        LinearShard(rf"{T5_LAYER}\.0\.SelfAttention\.o", "row"),
+        LinearShard(rf"{T5_LAYER}\.1\.DenseReluDense\.wi(_[01])?", "column"),
+        LinearShard(rf"{T5_LAYER}\.1\.DenseReluDense\.wo", "row"),
+    ),
+)
+CLIP_HEAD, CLIP_START, CLIP_END = 64, 49406, 49407
+QWEN_HEAD, QWEN_PADDING, QWEN_THETA, QWEN_EPSILON = 128, 151643, 1e6, 1e-6
+LONGEST = 40960
+"""Places of a text; more than a prompt may have."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How an encoder is cut over ranks: its Linears, how many heads cannot be parted further, and how wide one is."""
+
+    split: TensorSplit
+    heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class EncoderClass:
+    """A class of transformers, its configuration by the shapes in a file, the names of its table of words (several names of
+    one) and where its blocks are. `cut` is None for one that each rank holds whole.
+
+    `tokenizer` is what `Tokenizer.from_folder` is told of its tokenizer.
+    """
+
+    model_class: type[nn.Module]
+    config_from: Callable[[Shapes], Any]
+    words: tuple[str, ...]
+    blocks: str
+    cut: Callable[[Any], Cut] | None = None
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)
+
+
+def blocks_of(model: nn.Module, kind: str) -> list[nn.Module]:
+    """The layers of an encoder, in their order."""
+    pattern = CLASSES[kind].blocks
+    return [module for name, module in model.named_modules() if re.fullmatch(rf"(text_model\.)?{pattern}\.\d+", name)]
+
+
+def fill_tables(model: nn.Module) -> None:
+    """Make anew, on the processor, what an encoder that was built without weights works out and no file has."""
+    for name, module in list(model.named_modules()):
+        tables = dict(module.named_buffers(recurse=False))
+        if "inv_freq" in tables:
+            model.set_submodule(name, type(module)(config=module.config))
+        elif "position_ids" in tables:
+            module.position_ids = torch.arange(tables["position_ids"].shape[-1]).expand(1, -1)
+
+
+def _t5(config_class: type, shapes: Shapes) -> Any:
+    words, width = shapes["shared.weight"]
+    buckets, heads = shapes[f"{T5_ATTENTION}.relative_attention_bias.weight"]
+    features, hidden = shapes[f"{T5_ATTENTION}.q.weight"][0], shapes[f"{T5_FEED_FORWARD}.wi_0.weight"][0]
+    return config_class(
+        vocab_size=words, d_model=width, d_kv=features // max(1, heads), d_ff=hidden, num_layers=_layers(shapes),
+        num_heads=heads, relative_attention_num_buckets=buckets, feed_forward_proj="gated-gelu", dropout_rate=0.0,
+    )  # fmt: skip
+
+
+def _clip_l(shapes: Shapes) -> CLIPTextConfig:
+    words, width = shapes["embeddings.token_embedding.weight"]
+    return CLIPTextConfig(
+        vocab_size=words, hidden_size=width, intermediate_size=shapes["encoder.layers.0.mlp.fc1.weight"][0],
+        num_hidden_layers=_layers(shapes), num_attention_heads=width // CLIP_HEAD, hidden_act="quick_gelu",
+        max_position_embeddings=shapes["embeddings.position_embedding.weight"][0],
+        bos_token_id=CLIP_START, eos_token_id=CLIP_END, pad_token_id=CLIP_END,
+    )  # fmt: skip
+
+
+def _qwen(config_class: type, shapes: Shapes) -> Any:
+    words, width = shapes["embed_tokens.weight"]
+    return config_class(
+        vocab_size=words, hidden_size=width, intermediate_size=shapes["layers.0.mlp.gate_proj.weight"][0],
+        num_hidden_layers=_layers(shapes), head_dim=QWEN_HEAD,
+        num_attention_heads=shapes["layers.0.self_attn.q_proj.weight"][0] // QWEN_HEAD,
+        num_key_value_heads=shapes["layers.0.self_attn.k_proj.weight"][0] // QWEN_HEAD,
+        rope_theta=QWEN_THETA, rms_norm_eps=QWEN_EPSILON, max_position_embeddings=LONGEST, use_cache=False,
+    )  # fmt: skip
+
+
+def _layers(shapes: Shapes) -> int:
+    return len({found[1] for name in shapes if (found := re.match(r"(?:encoder\.)?(?:layers|block)\.(\d+)\.", name))})
+
+
+def _cut_t5(config: Any) -> Cut:
+    return Cut(T5_SPLIT, config.num_heads, config.d_kv)
+
+
+def _cut_qwen(config: Any) -> Cut:
+    """The queries of a key stay with it."""
+    heads = config.num_key_value_heads
+    together = config.num_attention_heads // heads
+    layer = r"layers\.\d+"
+    split = TensorSplit(
+        linears=(
+            LinearShard(rf"{layer}\.self_attn\.q_proj", "column", together=together),
+            LinearShard(rf"{layer}\.self_attn\.[kv]_proj", "column"),
+            LinearShard(rf"{layer}\.self_attn\.o_proj", "row", together=together),
+            LinearShard(rf"{layer}\.mlp\.(gate|up)_proj", "column"),
+            LinearShard(rf"{layer}\.mlp\.down_proj", "row"),
+        )
+    )
+    return Cut(split, heads, config.head_dim)
+
+
+T5_WORDS, QWEN_WORDS = ("shared", "encoder.embed_tokens"), ("embed_tokens",)
+QWEN_TOKENIZER = {"kind": "Qwen2Tokenizer", "padding": QWEN_PADDING, "ends": False}
+CLASSES: Mapping[str, EncoderClass] = {
+    "umt5xxl": EncoderClass(UMT5EncoderModel, partial(_t5, UMT5Config), T5_WORDS, r"encoder\.block", _cut_t5),
+    "t5xxl": EncoderClass(
+        T5EncoderModel, partial(_t5, T5Config), T5_WORDS, r"encoder\.block", _cut_t5,
+        {"kind": "T5TokenizerFast", "padding": 0},
+    ),
+    "clip_l": EncoderClass(
+        CLIPTextModel, _clip_l, ("embeddings.token_embedding",), r"encoder\.layers",
+        tokenizer={"kind": "CLIPTokenizer", "padding": CLIP_END, "starts": True},
+    ),
+    "qwen3_4b": EncoderClass(
+        Qwen3Model, partial(_qwen, Qwen3Config), QWEN_WORDS, "layers", _cut_qwen, QWEN_TOKENIZER
+    ),
+    "qwen25_7b": EncoderClass(
+        Qwen2Model, partial(_qwen, Qwen2Config), QWEN_WORDS, "layers", _cut_qwen, QWEN_TOKENIZER
+    ),
+}  # fmt: skip
+"""By kind. Qwen2.5-VL's language model is Qwen2 where there is text alone: the three numbers of a place are then one."""

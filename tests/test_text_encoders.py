@@ -1,0 +1,267 @@
+"""Text encoders from ComfyUI's single files give what ComfyUI's own CLIP of the family gives, whole and cut over ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runtime.encoders.kinds import CLASSES, blocks_of
+from runtime.encoders.prompt_encoder import PromptEncoder
+from runtime.encoders.prompts import weighted_parts
+from runtime.encoders.text import TextEncoder
+from runtime.encoders.text_file import load_encoder
+from runtime.encoders.text_loras import text_names
+from runtime.encoders.tokens import Tokenizer
+from runtime.errors import Refused
+from runtime.families import FAMILIES
+from runtime.families.texts import TextUse
+from runtime.inspection import inspect_model
+from runtime.mesh import Mesh
+from runtime.parts import text_parts_of
+from runtime.progress import ignore_progress
+from runtime.settings import ModelSettings
+from runtime.text_files import find_encoders
+from tests.ranks import run_as_threads
+from tests.stock import ask_comfyui, comfyui_path, relative_error
+
+LIMIT = 1e-5
+T5 = {"d_model": 32, "d_kv": 16, "num_heads": 2, "d_ff": 64, "num_layers": 2}
+CLIP = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256, "num_hidden_layers": 3}
+QWEN = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256, "num_hidden_layers": 3,
+}  # fmt: skip
+CASES = {
+    "flux": {"clip": "flux:flux_clip", "tokenizer": "flux:FluxTokenizer", "sizes": {"clip_l": CLIP, "t5xxl": T5}},
+    "chroma": {"clip": "pixart_t5:pixart_te", "tokenizer": "pixart_t5:PixArtTokenizer", "sizes": {"t5xxl": T5}},
+    "ltx": {"clip": "lt:ltxv_te", "tokenizer": "lt:LTXVT5Tokenizer", "sizes": {"t5xxl": T5}},
+    "zimage": {"clip": "z_image:te", "tokenizer": "z_image:ZImageTokenizer", "sizes": {"qwen3_4b": QWEN}},
+    "qwen": {"clip": "qwen_image:te", "tokenizer": "qwen_image:QwenImageTokenizer", "sizes": {"qwen25_7b": QWEN}},
+}
+"""By family: what ComfyUI's loader of its type takes, and small sizes."""
+PROMPTS = (
+    "A red circle, on a (white:1.3) background ((of (stone) and:0.5) sand)",
+    "",
+    "a cat \\(sitting\\) on a mat: (one (two) \n three:x) ) four (",
+    "an owl and the moon over a quiet lake with small boats, " * 9 + "(the end:0.7)",
+    "<|im_start|>system\nDraw.<|im_end|>\n<|im_start|>user\na tree<|im_end|>",
+)
+
+
+# Against ComfyUI ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Files of every encoder, and what ComfyUI makes of the prompts."""
+    folder = tmp_path_factory.mktemp("texts")
+    cases = [{**case, "prompts": PROMPTS, "files": str(folder / f"{family} ")} for family, case in CASES.items()]
+    return folder, ask_comfyui(folder, texts=cases)
+
+
+@pytest.mark.comfy
+@pytest.mark.parametrize("family", CASES)
+def test_conditioning_and_names_of_loras_are_those_of_comfyui(stock, family):
+    folder, results = stock
+    files = [str(folder / f"{family} {kind}.safetensors") for kind in reversed(CASES[family]["sizes"])]
+    parts = dict(zip(("text_encoder", "text_encoder_2"), files, strict=False))
+    encoder = encoder_of(ModelSettings(model=f"random:{family}", tokenizers=str(comfyui_path() / "comfy"), **parts))
+    of_case = f"texts.{list(CASES).index(family)}"
+    for number, prompt in enumerate(PROMPTS):
+        made = encoder.encode(prompt, progress=ignore_progress)
+        told = {"tokens": made.embedding, "pooled": made.pooled, "mask": made.attention_mask}
+        wanted = {key: results.get(f"{of_case}.{number}.{key}") for key in told}
+        assert {key for key in told if told[key] is None} == {key for key in wanted if wanted[key] is None}
+        for key in wanted:
+            assert wanted[key] is None or relative_error(told[key].float(), wanted[key].float()) < LIMIT, (number, key)
+    check_lora_names(encoder.model, json.loads(bytes(results[f"{of_case}.layers"].tolist())))
+
+
+def check_lora_names(model: torch.nn.ModuleDict, table: dict[str, str]) -> None:
+    """Each key that ComfyUI knows for a layer leads to that layer."""
+    names = text_names(tuple(model), {name: each.shape for name, each in model.named_parameters()})
+    left_out = ("visual", "text_projection", "logit_scale")
+    table = {
+        key: to for key, to in table.items() if key.startswith(("lora_te", "text_encoder")) and to[-7:] == ".weight"
+    }
+    table = {key: to for key, to in table.items() if not any(each in to for each in left_out)}
+    assert len(table) > 20
+    for key, to in table.items():
+        kind, _, layer = to.partition(".transformer.")
+        inner = layer.removeprefix("text_model.").removeprefix("model.")
+        assert [target.name.replace(".text_model.", ".") for target in names.find(key)] == [f"{kind}.{inner}"], key
+
+
+def encoder_of(settings: ModelSettings) -> TextEncoder:
+    parts = text_parts_of(settings, inspect_model(settings.model))
+    return TextEncoder.load(parts, dtype=torch.float32, device=torch.device("cpu"))
+
+
+# Files --------------------------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "t5xxl": {
+        "shared.weight": (40, 32), "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": (32, 4),
+        "encoder.block.0.layer.0.SelfAttention.q.weight": (64, 32), "encoder.block.0.layer.1.DenseReluDense.wi_0.weight": (64, 32),
+        "encoder.block.1.layer.0.SelfAttention.q.weight": (64, 32),
+    },
+    "clip_l": {
+        "embeddings.token_embedding.weight": (49408, 64), "embeddings.position_embedding.weight": (77, 64),
+        "encoder.layers.0.mlp.fc1.weight": (96, 64),
+    },
+    "qwen3_4b": {
+        "embed_tokens.weight": (40, 32), "layers.0.mlp.gate_proj.weight": (256, 32),
+        "layers.0.self_attn.q_proj.weight": (512, 32), "layers.0.self_attn.k_proj.weight": (256, 32),
+    },
+}  # fmt: skip
+SHAPES["qwen25_7b"] = SHAPES["qwen3_4b"]
+OUTER = {"clip_l": "text_model.", "qwen3_4b": "model.", "qwen25_7b": "model."}
+PACKAGES = {
+    "t5xxl": "text_encoders/t5_tokenizer",
+    "clip_l": "sd1_tokenizer",
+    "qwen3_4b": "text_encoders/qwen25_tokenizer",
+}
+
+
+def tensors_of(kind: str) -> dict[str, torch.Tensor]:
+    """Small random weights, as ComfyUI's files have them."""
+    torch.manual_seed(1)
+    made = CLASSES[kind]
+    model = made.model_class(made.config_from(SHAPES[kind]))
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5 if weight.ndim > 1 else 1.0)
+    outer = OUTER.get(kind, "")
+    names = {name: f"{outer}{name.removeprefix(outer)}" for name in model.state_dict() if "embed_tokens" not in name}
+    names |= {"embed_tokens.weight": "model.embed_tokens.weight"} if "qwen" in kind else {}
+    return {written: model.state_dict()[name].clone() for name, written in names.items()}
+
+
+def saved(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    return path
+
+
+def encoded(path: Path, kind: str, mesh: Mesh, **use: object) -> torch.Tensor:
+    """What a file makes of a few numbers, some of which count more."""
+    model = load_encoder(find_encoders(path)[kind], dtype=torch.float32, group=mesh.group("tensor"))
+    words = Tokenizer(lambda text: [3 + ord(each) % 30 for each in text], words=40, padding=0, end=1)
+    reader = PromptEncoder(TextUse(kind, **use), words)
+    prompt = reader.read("some (words:1.4)")
+    with torch.inference_mode():
+        return reader.encode(prompt, model.eval(), device=torch.device("cpu")).tokens
+
+
+@pytest.mark.parametrize("kind", ["t5xxl", "qwen3_4b", "qwen25_7b"])
+def test_ranks_that_share_an_encoder_give_what_one_gives(kind, tmp_path):
+    path = saved(tmp_path / "encoder.safetensors", tensors_of(kind))
+    whole = encoded(path, kind, Mesh.single(), length=24, masked=True)
+    assert whole.shape == (1, 24, 32) and whole.std() > 0.1
+    for part in run_as_threads({"tensor": 2}, lambda mesh: encoded(path, kind, mesh, length=24, masked=True)):
+        assert relative_error(part, whole) < LIMIT
+    with pytest.raises(Refused, match=r"has \d heads, fewer than tensor \d"):
+        run_as_threads({"tensor": 8}, lambda mesh: encoded(path, kind, mesh))
+
+
+def test_scaled_weights_mean_codes_times_scale(tmp_path):
+    plain, scaled = tensors_of("qwen3_4b"), {"scaled_fp8": torch.zeros(0, dtype=torch.float8_e4m3fn)}
+    for name, tensor in list(plain.items()):
+        if name.endswith("_proj.weight"):
+            scale = tensor.abs().max() / 448
+            codes = (tensor / scale).to(torch.float8_e4m3fn)
+            plain[name], layer = codes.float() * scale, name.removesuffix("weight")
+            scaled |= {name: codes, f"{layer}scale_weight": scale, f"{layer}scale_input": scale.clone()}
+    files = [saved(tmp_path / "plain.safetensors", plain), saved(tmp_path / "fp8.safetensors", {**plain, **scaled})]
+    meant, made = (encoded(path, "qwen3_4b", Mesh.single()) for path in files)
+    assert relative_error(made, meant) < 1e-6
+
+
+def test_an_all_in_one_checkpoint_brings_its_encoders(tmp_path):
+    transformer = inspect_model("random:flux").shapes
+    tensors = {f"model.diffusion_model.{name}": torch.zeros(shape) for name, shape in transformer.items()}
+    for kind in ("clip_l", "t5xxl"):
+        tensors |= {f"text_encoders.{kind}.transformer.{name}": tensor for name, tensor in tensors_of(kind).items()}
+        tensors |= {f"text_encoders.{kind}.logit_scale": torch.ones(())}
+        (tmp_path / "comfy" / PACKAGES[kind]).mkdir(parents=True)
+    path = saved(tmp_path / "all.safetensors", tensors)
+    facts = inspect_model(str(path))
+    assert set(facts.sources[0].names) == set(transformer)
+    parts = text_parts_of(ModelSettings(model=str(path), tokenizers=str(tmp_path / "comfy")), facts)
+    assert [part.use.kind for part in parts] == ["clip_l", "t5xxl"] and {part.file.path for part in parts} == {path}
+    assert [part.tokenizer for part in parts] == [tmp_path / "comfy" / PACKAGES[part.use.kind] for part in parts]
+    alone = saved(tmp_path / "t5.safetensors", tensors_of("t5xxl"))
+    assert torch.equal(encoded(path, "t5xxl", Mesh.single()), encoded(alone, "t5xxl", Mesh.single()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("t5xxl", {"encoder.final_layer_norm.weight": None}, "lacks encoder.final_layer_norm.weight"),
+        ("clip_l", {"text_model.encoder.layers.0.mlp.fc2.bias": torch.zeros(7)}, r"is \(7,\) and should be \(64,\)"),
+        ("qwen3_4b", {"model.layers.0.mlp.gate_proj.weight": None}, "refuses it .KeyError: 'layers.0.mlp.gate_proj"),
+        ("qwen3_4b", {"model.norm.weight": torch.zeros(32, dtype=torch.uint8)}, "model.norm.weight is U8.*fp16 or fp8 file"),
+        ("qwen25_7b", {"model.of.another": torch.zeros(1)}, "has unknown of.another"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_refused_by_what_is_wrong(kind, change, words, tmp_path):
+    tensors = {name: tensor for name, tensor in {**tensors_of(kind), **change}.items() if tensor is not None}
+    with pytest.raises(Refused, match=words):
+        encoded(saved(tmp_path / "encoder.safetensors", tensors), kind, Mesh.single())
+
+
+def test_what_is_missing_or_of_another_family_is_told_with_a_way_out(tmp_path):
+    t5, clip, qwen = (saved(tmp_path / f"{kind}.safetensors", tensors_of(kind)) for kind in list(SHAPES)[:3])
+    other = saved(tmp_path / "other.safetensors", {"some.weight": torch.zeros(1)})
+    (tmp_path / "sd1_tokenizer").mkdir()
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(t5.read_bytes()[:-100])
+    for family, files, words in (
+        ("flux", (), "random:flux comes without a text encoder. .*DualCLIPLoader.*clip_l and t5xxl files or"),
+        ("flux", (t5,), "without the text encoder CLIP-L. .*choose clip_l files or"),
+        ("flux", (t5, t5), "t5xxl.safetensors and .* are both T5: choose one of each kind"),
+        ("flux", (t5, qwen), "qwen3_4b.safetensors is Qwen3, but Flux.1 dev or Kontext takes CLIP-L and T5"),
+        ("flux", (clip, t5), r"T5. has no tokenizer inside or beside it.*t5_tokenizer.*COMFYUI_PATH"),
+        ("wan", (t5,), "is T5, but Wan .* takes UMT5: use a CLIP Loader .type wan"),
+        ("zimage", (other,), "no text encoder that is read: it has 1 tensors such as some.weight; looked for .*Qwen3"),
+        ("zimage", (tmp_path / "model.gguf",), "no .safetensors file"),
+        ("lumina2", (), "Lumina-Image 2.0 takes Gemma 2: use a CLIP Loader"),
+        ("chroma", (cut,), "cut short"),
+    ):
+        parts = dict(zip(("text_encoder", "text_encoder_2"), map(str, files), strict=False))
+        with pytest.raises(Refused, match=words):
+            text_parts_of(ModelSettings(model=f"random:{family}", **parts), inspect_model(f"random:{family}"))
+
+
+def test_every_block_of_an_encoder_is_told_of():
+    with torch.device("meta"):
+        for kind, made in CLASSES.items():
+            shapes = SHAPES.get(kind, SHAPES["t5xxl"])
+            layers = 1 + ("encoder.block.1.layer.0.SelfAttention.q.weight" in shapes)
+            assert len(blocks_of(made.model_class(made.config_from(shapes)), kind)) == layers
+
+
+# Prompts ------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_of_words_and_what_cannot_be_weighed():
+    assert weighted_parts("a (b:1.5)(c) d") == [("a ", 1.0), ("b", 1.5), ("c", 1.1), (" d", 1.0)]
+    assert weighted_parts("((a:2) b:0.5)") == [("a", 2.0), (" b", 0.5)]
+    assert weighted_parts("a) (b) (:2)") == [("a) (b) (:2)", 1.0)]
+    for text, words in (("(a:nan)", "no number"), ("(" * 99 + "a" + ")" * 99, "more than 64 parentheses")):
+        with pytest.raises(Refused, match=words):
+            weighted_parts(text)
+
+
+def test_an_embedding_in_a_prompt_is_refused_without_a_word_of_the_prompt():
+    reader = PromptEncoder(TextUse("t5xxl"), Tokenizer(lambda text: [3], words=40, padding=0, end=1))
+    for text in ("embedding:secret", "a (embedding:secret:1.2)", "a\nembedding:secret"):
+        with pytest.raises(Refused, match="use CLIP Text Encode") as refusal:
+            reader.read(text)
+        assert "secret" not in str(refusal.value)
+    assert reader.read("an-embedding:x").rows == [[3, 1]]
+
+
+def test_each_family_says_how_its_encoders_are_read():
+    assert {family.name for family in FAMILIES.values() if not family.texts} == {"flux2", "lumina2", "sd3"}
