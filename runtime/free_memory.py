@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 MEMINFO, CGROUP, OWN_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+class Version(NamedTuple):
+    """Of control groups: where they are under `CGROUP`, and what their files call limit, use and the unused cache."""
+
+    folder: str
+    limit: str
+    used: str
+    cache: str
+
+
+VERSIONS = {
+    "": Version(".", "memory.max", "memory.current", "inactive_file"),
+    "memory": Version("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By the controller that a line of `OWN_CGROUP` names: none for the second, and the first."""
 
 
 def free_bytes(device: torch.device) -> int:
@@ -36,12 +54,25 @@ def _of_machine() -> int | None:
 
 
 def _of_container() -> int | None:
-    """By the limits of control groups, version 2."""
+    """By the limits of control groups: of the one that this process is in, and of those around it."""
+    rooms = [_room_in(folder, version) for folder, version in _groups()]
+    return min((room for room in rooms if room is not None), default=None)
+
+
+def _groups() -> Iterator[tuple[Path, Version]]:
+    """In a container the path may be the host's, which is not there; the container's own group is then the outermost."""
+    for line in OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        for controller in VERSIONS.keys() & controllers.split(","):
+            root = CGROUP / VERSIONS[controller].folder
+            own = root / path.strip("/")
+            yield from ((folder, VERSIONS[controller]) for folder in (own, *own.parents) if folder.is_relative_to(root))
+
+
+def _room_in(folder: Path, version: Version) -> int | None:
     try:
-        own = next(line for line in OWN_CGROUP.read_text().splitlines() if line.startswith("0::"))
-        group = CGROUP / own.removeprefix("0::").strip("/")
-        limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-        kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, StopIteration, ValueError):
+        limit, used = ((folder / name).read_text().strip() for name in (version.limit, version.used))
+        kinds = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
         return None
-    return None if limit == "max" else max(0, int(limit) - int(used) + int(kinds.get("inactive_file", 0)))
+    return None if limit == "max" else max(0, int(limit) - int(used) + int(kinds.get(version.cache, 0)))
