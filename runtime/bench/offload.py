@@ -1,4 +1,8 @@
-"""A model that is larger than the memory it may use: from its file, under a hard limit, beside the same one resident."""
+"""A model that is larger than the memory it may use: from its file, under a hard limit, beside the same one resident.
+
+Weights come in for nothing where computing a block takes longer than reading it. How many tokens that needs depends on the
+machine, so both are timed first, and the fewest are chosen that do.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,20 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
+import torch.nn.functional as F
 
 from ..families.wan import WAN
 from ..mesh import Mesh
+from ..offload.tensor_file import TensorFile
 from ..pipeline import Pipeline
 from ..progress import ignore_progress
 from ..protocol import Conditioning, Sample
@@ -31,17 +38,32 @@ LIMIT_BYTES = 1 << 30
 ROUNDS = 3
 MIB = 1 << 20
 FROM_DISK = {"offload": "disk", "resident_blocks": "0", "prefetch": "1"}
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+SIDES = (16, 24, 32, 48, 64, 96)
+"""Of latents, of which each 2 x 2 make a token."""
+AMPLE = 3.0
+"""So many times as long as reading a block its Linears have to take."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A Wan of 2.5 GB in float32, and a request of 1024 tokens."""
+    """A Wan of 2.5 GB in float32, and a request; without a latent the one that fits the machine."""
 
     width: int = 1536
     feed_forward: int = 6144
     layers: int = 16
-    latent: tuple[int, ...] = (1, 16, 1, 64, 64)
+    latent: tuple[int, ...] = ()
     text_tokens: int = 64
+
+    @property
+    def tokens(self) -> int:
+        """Of the latent."""
+        return math.prod(self.latent[2:]) // 4
+
+    @property
+    def block_bytes(self) -> int:
+        """What the Linears of a block take."""
+        return 4 * (8 * self.width**2 + 2 * self.width * self.feed_forward)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -62,6 +84,8 @@ def measure(*, size: Size = Size(), rounds: int = ROUNDS, limit: int = LIMIT_BYT
     with tempfile.TemporaryDirectory(prefix="outrigger-bench-") as home:
         folder = Path(home)
         model_bytes = write_model(folder, size)
+        reading = _reading_seconds(folder / WEIGHTS, size)
+        size = size if size.latent else _fitting(size, reading)
         task = {"size": asdict(size), "rounds": rounds, "folder": home}
         [resident] = run_sides(MODULE, [[json.dumps({**task, "memory": {}})]])
         with limited_group(limit) as group:
@@ -73,10 +97,13 @@ def measure(*, size: Size = Size(), rounds: int = ROUNDS, limit: int = LIMIT_BYT
         "peak_rss_bytes": streamed["peak_bytes"],
         "base_rss_bytes": streamed["base_bytes"],
         "resident_peak_rss_bytes": resident["peak_bytes"],
-        "slot_bytes": 2 * _block_bytes(size),
+        "slot_bytes": 2 * size.block_bytes,
         "limit_bytes": limit,
         "is_limited": group is not None,
         "model_bytes": model_bytes,
+        "tokens": size.tokens,
+        "block_seconds": resident["step_seconds"] / size.layers,
+        "block_read_seconds": reading,
     }
 
 
@@ -85,10 +112,13 @@ def described(figures: dict[str, Any]) -> str:
     sizes = {name: f"{value / MIB:.0f} MiB" for name, value in figures.items() if name.endswith("bytes")}
     limit = f"under a limit of {sizes['limit_bytes']}" if figures["is_limited"] else "(no limit could be set here)"
     ratio = figures["offload_step_seconds"] / figures["resident_step_seconds"]
+    longer = "longer" if figures["block_seconds"] > figures["block_read_seconds"] else "NOT longer"
     return (
         f"A model of {sizes['model_bytes']} {limit}, from its file:\n"
         f"  a step takes {figures['offload_step_seconds']:.2f} s, resident {figures['resident_step_seconds']:.2f} s: "
         f"{ratio:.3f} times\n"
+        f"  computing a block of {figures['tokens']} tokens takes {figures['block_seconds']:.3f} s, {longer} than reading "
+        f"it from the system's cache: {figures['block_read_seconds']:.3f} s\n"
         f"  peak of resident memory {sizes['peak_rss_bytes']}, of which {sizes['base_rss_bytes']} before loading and "
         f"{sizes['slot_bytes']} for two blocks; resident {sizes['resident_peak_rss_bytes']}"
     )
@@ -100,7 +130,7 @@ def write_model(folder: Path, size: Size) -> int:
         model = getattr(diffusers, WAN.transformer_class)(**size.config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     (folder / "config.json").write_text(json.dumps({"_class_name": WAN.transformer_class, **size.config}))
-    path = folder / "diffusion_pytorch_model.safetensors"
+    path = folder / WEIGHTS
     _write_file(path, shapes)
     return path.stat().st_size
 
@@ -120,8 +150,38 @@ def _write_file(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
             file.write(memoryview(drawn.view(-1).view(torch.uint8).numpy()))
 
 
-def _block_bytes(size: Size) -> int:
-    return 4 * (8 * size.width**2 + 2 * size.width * size.feed_forward)
+def _reading_seconds(path: Path, size: Size) -> float:
+    """How long it takes to read the bytes of a block, which have just been written or read."""
+    buffer = torch.empty(size.block_bytes, dtype=torch.uint8)
+    with TensorFile(path) as file:
+        return _median_seconds(lambda: file.read_into(buffer, 0))
+
+
+def _fitting(size: Size, reading: float) -> Size:
+    """With the smallest picture of which a block takes amply longer to compute than to read; else with the largest."""
+    latents = [(1, 16, 1, side, side) for side in SIDES]
+    sizes = [replace(size, latent=latent) for latent in latents]
+    return next((each for each in sizes if _computing_seconds(each) > AMPLE * reading), sizes[-1])
+
+
+def _computing_seconds(size: Size) -> float:
+    """How long the Linears of a block take on one thread, by one of them."""
+    x, weight = torch.randn(size.tokens, size.width), torch.randn(size.feed_forward, size.width)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _median_seconds(lambda: F.linear(x, weight)) * size.block_bytes / weight.nbytes
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _median_seconds(run: Callable[[], object]) -> float:
+    """Of three runs, after one that does not count."""
+    times = [time.perf_counter()]
+    for _ in range(4):
+        run()
+        times.append(time.perf_counter())
+    return statistics.median(after - before for before, after in pairwise(times[1:]))
 
 
 def _side(task: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +206,7 @@ class _Marks:
     def median(self) -> float:
         """Seconds of a step, without the first."""
         times = [at for step, at in sorted(self._times.items()) if step]
-        return statistics.median(after - before for before, after in zip(times, times[1:], strict=False))
+        return statistics.median(after - before for before, after in pairwise(times))
 
 
 def request_of(settings: ModelSettings, size: Size, *, steps: int) -> Sample:
