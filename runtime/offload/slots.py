@@ -53,4 +53,5 @@ class SlotFiller:
                 self._stream.wait_event(slot.last_use)
             fill(slot.buffer)
             if self._stream is not None:
+                slot.buffer.record_stream(self._stream)  # a model may be let go of while this is under way
                 slot.filled = self._stream.record_event()

@@ -19,6 +19,7 @@ from runtime.inspection import inspect_model
 from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
+from runtime.release import release_memory
 from runtime.settings import MemorySettings, ModelSettings
 from tests.ranks import Case, relative_error, run_case, run_cases_as_processes
 
@@ -28,10 +29,12 @@ pytestmark = [
     pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device: torch sees none"),
 ]
 
-SIZE = Size(layers=12, latent=(1, 16, 1, 128, 128))
-"""4096 tokens: computing a block takes longer than copying it, on any GPU of which the link is PCIe 3 x16 or better."""
+SIZE = Size(layers=12, latent=(1, 16, 1, 256, 256))
+"""16384 tokens: 2.9 TFLOP a block, which copies 75 MB in bf16. That takes longer to compute where the GPU does fewer than
+38000 operations for a byte of its link: 900 TFLOPS at 24 GB/s do 37500.
+"""
 LAYERWISE = {"offload": "layerwise", "resident_blocks": "0"}
-OVERLAPPED, ROOM = 0.8, 1.1
+OVERLAPPED, NEAR = 0.8, 0.15
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +89,12 @@ def test_memory_stays_within_what_was_planned(offload, prefetch, folder):
     pipeline = load(folder, **memory)
     held = torch.cuda.memory_allocated() - before
     print(f"{held / 2**20:.0f} MiB of weights and slots, planned {planned / 2**20:.0f}")
-    assert held < ROOM * planned
+    assert abs(held / planned - 1) < NEAR
     torch.cuda.reset_peak_memory_stats()
     sample(pipeline, steps=2)
     streamed = torch.cuda.max_memory_allocated() - before - held
     del pipeline
+    release_memory()  # the hooks of a streamed model refer to each other
     resident = load(folder)
     held_resident = torch.cuda.memory_allocated() - before
     torch.cuda.reset_peak_memory_stats()
