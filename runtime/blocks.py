@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .errors import Refused
 from .offload.slots import Slot, SlotFiller
 from .offload.weights import BlockWeights
 
@@ -19,15 +20,26 @@ class BlockRunner:
     `weights` has the blocks whose weights are streamed, in the order in which they run; after the last comes the first,
     for the next step. With `prefetch` blocks on their way there are `prefetch + 1` slots. Whoever leaves blocks out says so
     by `expect` as soon as it is decided, and nothing is fetched for them.
+
+    A block whose weights cannot be read raises. Where others `wait` for this rank in their exchanges it runs with what is in
+    the slot instead, so that they come to where all can be told by `take_failure`.
     """
 
-    def __init__(self, weights: Mapping[nn.Module, BlockWeights], *, prefetch: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        weights: Mapping[nn.Module, BlockWeights],
+        *,
+        prefetch: int,
+        device: torch.device,
+        others_wait: bool = False,
+    ) -> None:
         self._weights, self._filler = list(weights.values()), SlotFiller(device)
         self._prefetch = min(prefetch, len(weights) - 1)
         largest = max(each.buffer_bytes for each in self._weights)
         self._free = [Slot(largest, device=device) for _ in range(self._prefetch + 1)]
         self._taken: dict[int, Slot] = {}
         self._running: int | None = None
+        self._others_wait, self._failure = others_wait, None
         self._numbers = {block: number for number, block in enumerate(weights)}
         self._expected, self._repeats = [*self._numbers.values()], True
         self._absent = [
@@ -43,6 +55,11 @@ class BlockRunner:
     def slot_bytes(self) -> int:
         """What the slots take on the device."""
         return sum(slot.buffer.nbytes for slot in (*self._free, *self._taken.values()))
+
+    def take_failure(self) -> Exception | None:
+        """What could not be read since this was asked for last."""
+        failure, self._failure = self._failure, None
+        return failure
 
     def expect(self, blocks: Iterable[nn.Module]) -> None:
         """Say which blocks run from here on, in their order; nothing else is fetched until told anew. Whoever decides after
@@ -61,7 +78,7 @@ class BlockRunner:
         self._running = number
         slot = self._taken.get(number) or self._fetch(number)
         self._fetch_ahead(self._following(number))
-        self._filler.wait(slot)
+        self._await(slot)
         layout = self._weights[number].layout
         layout.put(layout.views(slot.buffer))
 
@@ -69,6 +86,15 @@ class BlockRunner:
         self._running = None
         self._weights[number].layout.put(self._absent[number])
         self._give_up(number)
+
+    def _await(self, slot: Slot) -> None:
+        try:
+            self._filler.wait(slot)
+        except OSError as error:
+            refused = Refused(f"the weights of a block cannot be read from their file: {error}")
+            if not self._others_wait:
+                raise refused from error
+            self._failure = self._failure or refused
 
     def _following(self, number: int) -> list[int]:
         """What is expected after a block; after one that was not expected, from the beginning."""

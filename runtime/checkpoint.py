@@ -20,7 +20,7 @@ from .inspection import ModelFacts
 from .linear import local_part
 from .offload.host_copy import Share, share_parameters
 from .positions import AxisPositions, CentredPositions
-from .progress import ReportProgress
+from .progress import ReportProgress, tell_failure
 from .protocol import LOADING
 from .quant.core import Core
 from .quant.svdquant.packing import padded
@@ -187,14 +187,26 @@ def _stored_bytes(facts: ModelFacts, shapes: Shapes) -> dict[str, int]:
 
 
 def _told(tensors: Iterable[Found], sizes: Mapping[str, int], progress: ReportProgress) -> Iterator[Found]:
-    """The tensors, with progress in bytes: of whole tensors, so that all ranks tell the same."""
+    """The tensors, with progress in bytes: of whole tensors, so that all ranks tell the same. What one rank cannot read is
+    told of there.
+    """
     total, done, told = sum(sizes.values()), 0, 0
-    for count, found in enumerate(tensors, start=1):
+    for count, found in enumerate(_until_refused(tensors), start=1):
+        if isinstance(found, Refused):
+            tell_failure(progress, LOADING, done, total, failure=found)
         yield found
         done += sizes[found.name]
         if (done - told) * REPORTS >= total or count == len(sizes):
             told = done
             progress(LOADING, done, total)
+
+
+def _until_refused(tensors: Iterable[Found]) -> Iterator[Found | Refused]:
+    """The tensors, and at the end what stands in the way of more of them."""
+    try:
+        yield from tensors
+    except Refused as error:
+        yield error
 
 
 def _stored(model: nn.Module, shapes: Shapes, holding: Holding, wanted: Collection[str]) -> Iterator[Found]:

@@ -33,7 +33,9 @@ class Free(Message):
 
 
 class Spread(Message):
-    """From here on the ranks stand in a mesh of these degrees; the server says so before the first job that needs it."""
+    """From here on the ranks stand in a mesh of these degrees, or each of them alone; the server says so before the first job
+    that needs it.
+    """
 
     kind: Literal["spread"] = "spread"
     parallel: ParallelSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -83,7 +83,7 @@ class Executor:
             plan = self._plan_for(job.request)
         except (ValueError, OSError) as error:
             return self._end(failed(job, str(error), user_error=True))
-        if self._ranks is None or not plan.has_ranks_of(self._ranks.plan):
+        if self._ranks is None or not plan.can_use(self._ranks.devices):
             self._start(plan)
         self._ranks.plan = plan
         if plan.reason:
@@ -98,7 +98,7 @@ class Executor:
         if not job.sent:
             return self._end(Stopped(job=name))
         job.deadline = job.deadline or time.monotonic() + CANCELLED_SECONDS
-        self._to_ranks(encode(Cancel(job=name))[0])
+        self._to(self._ranks.working if self._ranks else (), encode(Cancel(job=name))[0])
 
     def hear(self, identity: bytes, frames: Frames) -> None:
         """Act on what a rank says."""
@@ -152,12 +152,13 @@ class Executor:
         """What there is and what it does, and what this model would still take."""
         ranks = self._ranks
         known = {"plan": ranks.plan.reason, "tolerance": ranks.plan.tolerance} if ranks else {}
-        devices = ranks.plan.devices if ranks else ()
+        devices = ranks.devices if ranks else ()
         room = 0
         if model is not None and not self._has(model):
             with suppress(ValueError, OSError):  # the job itself will say what is wrong
                 plan = self._plan_for(Work(job="status", model=model))
-                devices, room = plan.devices, plan.bytes_per_rank
+                room = plan.bytes_per_rank
+                devices = devices if plan.can_use(devices) else plan.devices
         return Report(
             pid=os.getpid(),
             ranks=tuple(rank.report() for rank in ranks.all) if ranks else (),
@@ -189,10 +190,8 @@ class Executor:
         return self._idle_since + limit if self._ranks and limit else None
 
     def _has(self, model: ModelSettings) -> bool:
-        ranks = self._ranks.all if self._ranks else ()
-        return bool(ranks) and all(
-            model.weights in [held.model.weights for held in rank.memory.models] for rank in ranks
-        )
+        first = self._ranks.all[:1] if self._ranks else ()
+        return any(model.weights == held.model.weights for rank in first for held in rank.memory.models)
 
     # Ranks
 
@@ -225,12 +224,12 @@ class Executor:
             return self._tell(Progress(job=job.name, stage="starting ranks", step=ranks.ready, total=len(ranks.all)))
         if ranks.degrees != ranks.plan.degrees:
             ranks.degrees = ranks.plan.degrees
-            self._to_ranks(encode(Spread(parallel=ParallelSettings(**ranks.degrees)))[0])
+            self._to(ranks.all, encode(Spread(parallel=ParallelSettings(**ranks.degrees)))[0])
         job.sent, job.deadline, self._model = True, None, job.request.model.model
-        self._to_ranks(job.frames)
+        self._to(ranks.working, job.frames)
 
-    def _to_ranks(self, frames: Frames) -> None:
-        for rank in self._ranks.all if self._ranks else ():
+    def _to(self, ranks: Iterable[Rank], frames: Frames) -> None:
+        for rank in ranks:
             self._listener.send(rank.identity, frames)  # one that is gone has rung the bell
 
     # The job
@@ -255,7 +254,7 @@ class Executor:
             case _:
                 return log.warning("rank %d sent a %s", rank, event.kind)
         job.through.add(rank)
-        if self._ranks and len(job.through) == len(self._ranks.all):
+        if self._ranks and len(job.through) == len(self._ranks.working):
             self._settle(job)
 
     def _settle(self, job: Job) -> None:

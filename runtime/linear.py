@@ -116,6 +116,11 @@ class ParallelLinear(nn.Module):
         """What is added to the weight."""
         return () if self._pairs is None else self._pairs.pairs
 
+    @property
+    def pairs_nbytes(self) -> int:
+        """What those take that lie beside the weight, be they on or off."""
+        return 0 if self._pairs is None else self._pairs.nbytes
+
     def put_pairs(self, pairs: Sequence[Pair], *, device: torch.device) -> None:
         """Add these to the weight from now on, and no others."""
         if self._pairs is None:

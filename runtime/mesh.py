@@ -41,6 +41,11 @@ class Mesh:
         return cls({}, rank=0, device=torch.device(device))
 
     @classmethod
+    def alone(cls, degrees: Mapping[str, int], *, device: torch.device | str) -> Mesh:
+        """The mesh of this process by itself, whatever others there are; each degree is 1."""
+        return cls(degrees, rank=0, device=torch.device(device))
+
+    @classmethod
     def of_world(cls, degrees: Mapping[str, int], *, device: torch.device | str) -> Mesh:
         """The mesh over the ranks of the default process group, which all call this together.
 

@@ -10,7 +10,7 @@ from itertools import accumulate, chain
 
 from .activations import activation_bytes
 from .degrees import Degrees, factored
-from .footprint import ON_DEVICE, bytes_per_rank
+from .footprint import DTYPE_BYTES, ON_DEVICE, bytes_per_rank
 from .inspection import ModelFacts
 from .parallel.lengths import grained_lengths
 from .settings import MemorySettings, formula
@@ -26,7 +26,7 @@ WEIGHTS_SHARE = 0.8
 @dataclass(frozen=True)
 class Needs:
     """What a model asks of the degrees; `memory` is bytes of the smallest device, 0 where that is not known, `offload`
-    says which weights are on it, and `workload` what is sampled, where that is known.
+    says which weights are on it, `beside` how many numbers of LoRAs, and `workload` what is sampled, where that is known.
     """
 
     facts: ModelFacts
@@ -34,6 +34,7 @@ class Needs:
     memory: int = 0
     offload: MemorySettings = ON_DEVICE
     workload: Workload | None = None
+    beside: int = 0
 
     def problem(self, degrees: Mapping[str, int]) -> str:
         """What is wrong with degrees, of which some may be missing; empty when nothing is."""
@@ -99,13 +100,19 @@ class Needs:
         return ""
 
     def bytes_per_rank(self, tensor: int) -> int:
-        """What the weights of a rank take on its device; 0 where that is not known."""
+        """What the weights of a rank take on its device, and LoRAs beside them; 0 where that is not known."""
+        weights = self._weights(tensor)
+        return weights + DTYPE_BYTES[self.dtype] * self.beside if weights else 0
+
+    def _weights(self, tensor: int) -> int:
         held = {"dtype": self.dtype, "tensor": tensor, "offload": self.offload}
         return sum(bytes_per_rank(each, **held) for each in self.facts.experts)
 
     def fits(self, tensor: int) -> bool:
-        """Whether the weights leave enough of the memory free, as far as that is known."""
-        return not self.memory or self.bytes_per_rank(tensor) <= WEIGHTS_SHARE * self.memory
+        """Whether the weights leave enough of the memory free, as far as that is known. LoRAs do not count: degrees that
+        changed with them would have the model loaded again.
+        """
+        return not self.memory or self._weights(tensor) <= WEIGHTS_SHARE * self.memory
 
     def activation_bytes(self, degrees: Degrees) -> int:
         """What a rank works with in a step beside the weights; 0 where that is not known."""

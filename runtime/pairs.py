@@ -17,6 +17,11 @@ class Pair(NamedTuple):
     up: torch.Tensor
     scale: float
 
+    @property
+    def nbytes(self) -> int:
+        """What its tensors take."""
+        return self.down.nbytes + self.up.nbytes
+
 
 class Run(NamedTuple):
     """Some pairs that lie beside each other: `(ranks, in)`, `(ranks, out)` and a number for each of the ranks."""
@@ -37,6 +42,11 @@ class JoinedPairs:
         self._device = device
         self._lying: list[Pair] = []
         self._runs: list[Run] = []
+
+    @property
+    def nbytes(self) -> int:
+        """What lies on the device."""
+        return sum(pair.nbytes for pair in self._lying)
 
     def put(self, pairs: Sequence[Pair]) -> None:
         """Add these to the weight from now on, and no others."""

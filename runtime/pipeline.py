@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from .blocks import BlockRunner
 from .checkpoint import build_transformer, fill_transformer
 from .components import AUTO_DTYPE, Components
 from .conditions import ConditioningReader
@@ -27,7 +28,7 @@ from .parts import check_offload, check_parts
 from .picture_tokens import read_pictures
 from .prediction import ByNoise, Predictor, check_positions
 from .previews import Draw, previewer
-from .progress import ReportProgress
+from .progress import ReportProgress, tell_failure
 from .protocol import Conditioning, Sample
 from .quant.kernels import usable_kernels
 from .regions import pair_areas, resolve_region
@@ -62,6 +63,7 @@ class Expert(NamedTuple):
     loras: Loras
     held: Bytes
     """What its weights take, wherever they are, and the slots that streamed ones come into."""
+    runner: BlockRunner | None
 
 
 class Pipeline:
@@ -124,8 +126,9 @@ class Pipeline:
 
     @property
     def held(self) -> Bytes:
-        """What its weights take now, and those of the parts that have been read."""
-        return sum((expert.held for expert in self.experts), weigh(self._components.modules))
+        """What its weights take now, those of the parts that have been read, and the LoRAs."""
+        experts = (expert.held + expert.loras.held for expert in self.experts)
+        return sum(experts, weigh(self._components.modules))
 
     def use_loras(self, loras: Iterable[LoraSettings]) -> tuple[str, ...]:
         """Sample with these and no others from now on, without loading the model again; a line to tell of each.
@@ -215,13 +218,14 @@ class Pipeline:
         return denoiser
 
     def _step_reporter(self, request: Sample, progress: ReportProgress) -> StepReporter:
+        runners = [expert.runner for expert in self.experts if expert.runner is not None]
         if self._mesh.rank != 0:
-            return StepReporter(progress, draw=None)
+            return StepReporter(progress, draw=None, runners=runners)
         place = {"decoders": request.preview_decoders, "device": self._mesh.device}
         draw, notice = previewer(request.preview, self._family.latent, **place)
         for line in filter(None, (notice, self._kernels and str(self._kernels))):
             progress(SAMPLING, 0, 1, notice=line, together=False)
-        return StepReporter(progress, draw=draw)
+        return StepReporter(progress, draw=draw, runners=runners)
 
 
 def _load_expert(
@@ -248,26 +252,36 @@ def _load_expert(
         hold_hooks(transformer, [place.module for place in facts.spec.split.gathered])
         split_tokens(transformer, facts.spec.split, self_attention=facts.spec.self_attention, sequence=sequence)
     filled = weigh([transformer])
-    slots = stream_weights(transformer, facts, streamed, settings.memory, mesh=mesh, **held)
-    loras = Loras(transformer, partial(LayerNames, facts.spec), **held)
-    return Expert(transformer, facts, loras, filled + Bytes.on(mesh.device, slots))
+    runner = stream_weights(transformer, facts, streamed, settings.memory, mesh=mesh, **held)
+    loras = Loras(transformer, partial(LayerNames, facts.spec), group=copies, **held)
+    slots = 0 if runner is None else runner.slot_bytes
+    return Expert(transformer, facts, loras, filled + Bytes.on(mesh.device, slots), runner)
 
 
 class StepReporter:
-    """The steps of a sampler as progress of the job, each with a preview where there is something to draw it."""
+    """The steps of a sampler as progress of the job, each with a preview where there is something to draw it. Weights that
+    could not be read end it there.
+    """
 
-    def __init__(self, progress: ReportProgress, *, draw: Draw | None) -> None:
-        self._progress, self._draw = progress, draw
+    def __init__(self, progress: ReportProgress, *, draw: Draw | None, runners: Iterable[BlockRunner] = ()) -> None:
+        self._progress, self._draw, self._runners = progress, draw, tuple(runners)
         self._step, self._total = 0, 1
 
     def __call__(self, step: int, total: int, denoised: torch.Tensor) -> None:
         self._step, self._total = step, total
+        self._check_weights()
         preview = None if self._draw is None else self._draw(denoised)
         self._progress(SAMPLING, step, total, preview=preview)
 
     def check(self) -> None:
         """Stand at the step last told, between two model calls of it; the job may be cancelled here too."""
+        self._check_weights()
         self._progress(SAMPLING, self._step, self._total)
+
+    def _check_weights(self) -> None:
+        for failure in [runner.take_failure() for runner in self._runners]:
+            if failure is not None:
+                tell_failure(self._progress, SAMPLING, self._step, self._total, failure=failure)
 
 
 def dtype_of(settings: ModelSettings, mesh: Mesh) -> torch.dtype:

@@ -13,6 +13,7 @@ from .experts import inspect_settings
 from .footprint import ON_DEVICE
 from .gain import saves_time
 from .inspection import ModelFacts
+from .lora.size import numbers_beside
 from .machine import Machine
 from .needs import MOST_BRANCHES, USUAL_BRANCHES, Needs
 from .parts import check_offload, check_parts
@@ -59,9 +60,9 @@ class Plan:
         """Degree by axis, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}
 
-    def has_ranks_of(self, other: Plan) -> bool:
-        """Whether the processes of another plan can run this one, in a mesh of its degrees."""
-        return self.devices == other.devices
+    def can_use(self, devices: tuple[str, ...]) -> bool:
+        """Whether the processes on these devices can run it: all in a mesh of its degrees, or the first one alone."""
+        return self.devices in (devices, devices[:1])
 
 
 class PlanRefused(Refused):
@@ -75,13 +76,14 @@ class PlanRefused(Refused):
 
 @dataclass(frozen=True)
 class Holding:
-    """How weights are held, their number format ("auto" for the device's own) and which of them are on the device; and what
-    is sampled with them, where that is known.
+    """How weights are held, their number format ("auto" for the device's own) and which of them are on the device; what is
+    sampled with them, where that is known; and how many numbers of LoRAs lie beside them.
     """
 
     dtype: str
     offload: MemorySettings
     workload: Workload | None
+    beside: int
 
 
 def plan_work(work: Work, machine: Machine) -> Plan:
@@ -96,7 +98,8 @@ def plan_model(model: ModelSettings, machine: Machine, *, workload: Workload | N
     facts = inspect_settings(model)
     check_parts(model, facts.spec)
     check_offload(facts, model.memory)
-    return make_plan(model.parallel, facts, machine, dtype=model.dtype, offload=model.memory, workload=workload)
+    held = {"offload": model.memory, "beside": numbers_beside(model.loras, experts=len(facts.experts))}
+    return make_plan(model.parallel, facts, machine, dtype=model.dtype, workload=workload, **held)
 
 
 def make_plan(
@@ -107,12 +110,13 @@ def make_plan(
     dtype: str = "auto",
     offload: MemorySettings = ON_DEVICE,
     workload: Workload | None = None,
+    beside: int = 0,
 ) -> Plan:
     """The plan for these settings. Raises `PlanRefused` with formula, numbers and the nearest legal plan.
 
     A `workload` only rules out degrees that would leave ranks idle: all other requests of one graph have the same plan.
     """
-    holding = Holding(dtype, offload, workload)
+    holding = Holding(dtype, offload, workload, beside)
     problem = _problem(parallel, facts, machine, holding)
     if problem:
         raise PlanRefused(problem, nearest=_nearest(parallel, facts, machine, holding))
@@ -134,7 +138,7 @@ def _needs(facts: ModelFacts, machine: Machine, devices: Sequence[str], holding:
     auto = "fp32" if "cpu" in devices else "bf16"
     dtype = auto if holding.dtype == "auto" else holding.dtype
     memory = min(sizes, default=0) * MIB
-    return Needs(facts, dtype, memory=memory, offload=holding.offload, workload=holding.workload)
+    return Needs(facts, dtype, memory, holding.offload, holding.workload, holding.beside)
 
 
 # What is wrong ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -12,7 +12,8 @@ class ReportProgress(Protocol):
     """Called at every point where a job may be cancelled; with the same step again, where a step has several such points.
 
     `preview` is `(H, W, 3)` uint8, `notice` a line that the user should read. `together`: every rank makes this same
-    call, so that they can agree to stop; False: this rank alone makes it. Raises `errors.Cancelled` when the job is to stop.
+    call, so that they can agree to stop; False: this rank alone makes it. Raises `errors.Cancelled` when the job is to stop,
+    and where one of the ranks calls it by `tell_failure` what that one met.
     """
 
     def __call__(
@@ -24,6 +25,7 @@ class ReportProgress(Protocol):
         preview: torch.Tensor | None = None,
         notice: str = "",
         together: bool = True,
+        failure: Exception | None = None,
     ) -> None: ...
 
 
@@ -35,5 +37,12 @@ def ignore_progress(
     preview: torch.Tensor | None = None,
     notice: str = "",
     together: bool = True,
+    failure: Exception | None = None,
 ) -> None:
     """Tells nobody, never stops."""
+
+
+def tell_failure(progress: ReportProgress, stage: str, step: int, total: int, *, failure: Exception) -> NoReturn:
+    """Make the next call of all ranks with what this one met, so that none waits for it in an exchange. Raises that."""
+    progress(stage, step, total, failure=failure)
+    raise failure

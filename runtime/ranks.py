@@ -119,9 +119,11 @@ class Ranks:
         bell: Bell,
         keep: KeepSettings,
     ) -> None:
-        self.plan, self._pool = plan, pool
+        self.devices, self._pool = plan.devices, pool
+        self.plan = plan
+        """Of what is run: it may be that of another mesh, or of the first process alone."""
         self.degrees = plan.degrees
-        """Of the mesh that they stand in; the plan may ask for another."""
+        """Of the mesh that they stand in now."""
         self._name = secrets.token_hex(4)
         self._store = home / f"store-{self._name}"
         environment = rank_environment(plan, os.environ)
@@ -148,6 +150,11 @@ class Ranks:
     def by_identity(self, identity: bytes) -> Rank | None:
         """The rank of that name; None for one of an earlier plan."""
         return next((rank for rank in self.all if rank.identity == identity), None)
+
+    @property
+    def working(self) -> list[Rank]:
+        """Those that the plan is run on."""
+        return self.all[: self.plan.world]
 
     @property
     def ready(self) -> int:

@@ -21,23 +21,28 @@ log = logging.getLogger("outrigger")
 
 
 class Shelf:
-    """Loaded pipelines by what they were loaded for, the one used last at the end.
+    """Loaded pipelines by what they were loaded for, the one used last at the end, of one of `world` ranks.
 
-    All ranks ask for the same models in the same order, and agree on how many make room, so that they hold the same ones.
+    The ranks of a mesh ask for the same models in the same order, and agree on how many make room. The first rank may have
+    others too, that it runs alone.
     """
 
-    def __init__(self, keep: KeepSettings, *, mesh: Mesh) -> None:
-        self._keep, self._mesh = keep, mesh
+    def __init__(self, keep: KeepSettings, *, world: int, device: torch.device) -> None:
+        self._keep, self._world, self._device = keep, world, device
         self._pipelines: OrderedDict[ModelSettings, Any] = OrderedDict()
 
     def __contains__(self, model: ModelSettings) -> bool:
         return model in self._pipelines
 
-    def take(self, model: ModelSettings) -> Any | None:
-        """The pipeline of a model, which becomes the one used last; None when it is not loaded."""
-        if model in self._pipelines:
-            self._pipelines.move_to_end(model)
-        return self._pipelines.get(model)
+    def take(self, model: ModelSettings, *, mesh: Mesh) -> Any | None:
+        """The pipeline of a model, which becomes the one used last; None when it is not loaded on every rank of the mesh, who
+        call it together.
+        """
+        if mesh.largest(model not in self._pipelines):
+            self._pipelines.pop(model, None)
+            return None
+        self._pipelines.move_to_end(model)
+        return self._pipelines[model]
 
     def put(self, model: ModelSettings, pipeline: Any) -> None:
         """Keep a pipeline, as the one used last."""
@@ -47,12 +52,12 @@ class Shelf:
         """What each model takes, the one used last at the end."""
         return {model: pipeline.held for model, pipeline in self._pipelines.items()}
 
-    def make_room(self, needed: Bytes) -> None:
-        """Let go of the models used longest ago until what is needed fits in beside the others, on every rank. All ranks
+    def make_room(self, needed: Bytes, *, mesh: Mesh) -> None:
+        """Let go of the models used longest ago until what is needed fits in beside the others, on every rank of the mesh, who
         call it together.
         """
-        count = self._mesh.largest(self._too_many(needed))
-        for _ in range(count):
+        count = mesh.largest(self._too_many(needed))
+        for _ in range(min(count, len(self._pipelines))):
             model = next(iter(self._pipelines))
             del self._pipelines[model]  # no name may be left that holds it when memory is released
             log.info("%s makes room", model.model)
@@ -69,8 +74,7 @@ class Shelf:
 
     def _limits(self, held: Bytes) -> Bytes:
         """What loaded models may take on this rank: a GPU is its own, of the host's memory each rank has its share."""
-        device, world = self._mesh.device, self._mesh.world
-        free_device = free_bytes(device) + held.device if device.type == "cuda" else 0
-        free_host = free_bytes(HOST) + held.host * world
-        limit_host = limit_of(self._keep.host, free=free_host) // world
+        free_device = free_bytes(self._device) + held.device if self._device.type == "cuda" else 0
+        free_host = free_bytes(HOST) + held.host * self._world
+        limit_host = limit_of(self._keep.host, free=free_host) // self._world
         return Bytes(limit_of(self._keep.device, free=free_device), limit_host)

@@ -74,13 +74,11 @@ def stream_weights(
     dtype: torch.dtype,
     device: torch.device,
     mesh: Mesh,
-) -> int:
-    """Have the weights of the streamed blocks come in before each runs, and go out after it; the bytes of the slots that they
-    come into.
-    """
+) -> BlockRunner | None:
+    """Have the weights of the streamed blocks come in before each runs, and go out after it; None where none are streamed."""
     modules = {transformer.get_submodule(block): names for block, names in streamed.blocks.items()}
     if not modules:
-        return 0
+        return None
     if streamed.from_file:
         files = {source.path: opener(source, mapped=False)(source.path) for source in facts.sources}
         options = {"shapes": shapes, "dtype": dtype}
@@ -89,7 +87,8 @@ def stream_weights(
     else:
         weights = _host_weights({module: Layout(Held.all_of(module)) for module in modules}, device)
     weights = _fetched(weights, memory.fetch, mesh)
-    return BlockRunner(weights, prefetch=amount_of(memory.prefetch, len(weights)), device=device).slot_bytes
+    prefetch = amount_of(memory.prefetch, len(weights))
+    return BlockRunner(weights, prefetch=prefetch, device=device, others_wait=mesh.world > 1)
 
 
 def _fetched(weights: Mapping[nn.Module, BlockWeights], fetch: str, mesh: Mesh) -> Mapping[nn.Module, BlockWeights]:

@@ -18,6 +18,7 @@ import torch
 import zmq
 from pydantic import ValidationError
 
+from .agreement import agree
 from .channel import Connection, Frames, decode, encode, parse, problems_of
 from .encoders.remembered import RememberedPrompts
 from .errors import Cancelled
@@ -78,8 +79,9 @@ class Reporter:
         preview: torch.Tensor | None = None,
         notice: str = "",
         together: bool = True,
+        failure: Exception | None = None,
     ) -> None:
-        """Report a point where the job may be cancelled. Raises `Cancelled` when it was."""
+        """Report a point where the job may be cancelled. Raises as `agree`."""
         self.stage, self.step = stage, step
         first_rank = self._worker.settings.rank == 0
         if first_rank and (preview is not None or self._is_due(stage, step, total)):
@@ -88,7 +90,9 @@ class Reporter:
         if notice:
             self._worker.send(Notice(job=self._job, text=notice[:4096]))
         stop = first_rank and self._worker.cancel_came(self._job)
-        if self._worker.mesh.agree(int(stop)) if together else stop:
+        if together:
+            agree(self._worker.mesh, stop=stop, failure=failure)
+        elif stop:
             raise Cancelled
 
     def _is_due(self, stage: str, step: int, total: int) -> bool:
@@ -110,7 +114,8 @@ class Worker:
         self._connection = Connection(zmq.Context.instance(), settings.endpoint, identity=settings.identity)
         self._parallel = settings.parallel
         self._meshes = {self._parallel: self.mesh}
-        self._shelf = Shelf(settings.keep, mesh=self.mesh)
+        self._shelf = Shelf(settings.keep, world=settings.world, device=self.mesh.device)
+        self._threads = torch.get_num_threads() * settings.world
         self._prompts = RememberedPrompts(0 if settings.rank else settings.keep.prompt_bytes)
         self._told = Memory()
         self._said_slow = False
@@ -139,10 +144,16 @@ class Worker:
         self._connection.send(frames)
 
     def _stand_in(self, parallel: ParallelSettings) -> None:
-        """Stand in a mesh of these degrees. What is loaded stays in its own, for when that is asked for again."""
+        """Stand in a mesh of these degrees, which is that of all ranks or of this one alone. What is loaded stays in its own,
+        for when that is asked for again.
+        """
         if parallel not in self._meshes:
-            self._meshes[parallel] = Mesh.of_world(parallel.degrees, device=self.settings.device)
+            alone = parallel.product == 1
+            self._meshes[parallel] = (Mesh.alone if alone else Mesh.of_world)(
+                parallel.degrees, device=self.settings.device
+            )
         self.mesh, self._parallel = self._meshes[parallel], parallel
+        torch.set_num_threads(max(1, self._threads // self.mesh.world))
 
     def cancel_came(self, job: str) -> bool:
         """Whether the client has asked to stop this job. Does not wait."""
@@ -190,11 +201,10 @@ class Worker:
         refused leaves the model loaded.
         """
         here = self._here(model)
-        pipeline = self._shelf.take(here)
+        pipeline = self._shelf.take(here, mesh=self.mesh)
         if pipeline is None:
-            pipeline = self._load(
-                here, mesh=self.mesh, progress=report, prompts=self._prompts, make_room=self._shelf.make_room
-            )
+            make_room = partial(self._shelf.make_room, mesh=self.mesh)
+            pipeline = self._load(here, mesh=self.mesh, progress=report, prompts=self._prompts, make_room=make_room)
             self._shelf.put(here, pipeline)
         return pipeline
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.errors import Refused
+from runtime.progress import tell_failure
 from runtime.protocol import Conditioning
 from runtime.weighing import Bytes
 from runtime.worker import run
@@ -19,7 +20,7 @@ from runtime.worker import run
 
 class FakePipeline:
     def __init__(self, behaviour, mesh):
-        self.behaviour, self.mesh = behaviour, mesh
+        self.behaviour, self.mesh, self.sampled = behaviour, mesh, 0
 
     @classmethod
     def load(cls, settings, *, mesh, progress, prompts, make_room):
@@ -51,12 +52,14 @@ class FakePipeline:
         return [f"{lora.path} at {lora.strength}" for lora in loras]
 
     def sample(self, request, *, progress):
-        steps = request.settings.steps
+        steps, self.sampled = request.settings.steps, self.sampled + 1
         for step in range(1, steps + 1):
             time.sleep(float(self.behaviour.get("step", 0)))
             self.misbehave(step)
             if self.mesh.world > 1:
                 dist.all_reduce(torch.ones(1))
+            if self.behaviour.get("unread") == str(self.mesh.rank) and (self.sampled, step) == (1, 2):
+                tell_failure(progress, "sampling", step, steps, failure=Refused("the file has been changed"))
             preview = torch.full((4, 5, 3), step, dtype=torch.uint8) if request.preview != "none" else None
             progress("sampling", step, steps, preview=preview)
         return request.latent * 2

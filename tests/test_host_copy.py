@@ -12,16 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from runtime.bench.offload import Size, write_model
-from runtime.linear import ParallelLinear
+from runtime.linear import ParallelLinear, local_part
 from runtime.mesh import Mesh
 from runtime.offload.host_copy import Segment, Share, share_parameters, sharing
 from runtime.offload.layout import Held, Layout
 from runtime.offload.pinned import PieceWeights
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
-from runtime.settings import MemorySettings, ModelSettings
+from runtime.settings import LoraSettings, MemorySettings, ModelSettings
+from tests.lora_files import Draw, kohya
 from tests.processes import ROOT, run_as_processes
 from tests.ranks import run_as_threads
 
@@ -122,6 +124,31 @@ def test_what_one_rank_made_is_the_same_memory_on_every_rank():
             assert bool((model[number].weight == number).all()) and bool((model[number].bias == -number).all())
         models[0][number].weight[1, 2] = 99
         assert models[1][number].weight[1, 2] == 99
+
+
+def folded(mesh: Mesh, folder: Path) -> tuple[Pipeline, list[str]]:
+    """A model with a LoRA folded into two of its weights."""
+    pipeline = Pipeline.load(settings_of("random:wan"), mesh=mesh, progress=ignore_progress)
+    pipeline.use_loras([LoraSettings(path=str(folder / "style.safetensors"), fuse=True)])
+    return pipeline, [f"blocks.{block}.attn1.to_q.weight" for block in range(2)]
+
+
+def test_weights_into_which_a_lora_is_folded_are_the_same_memory_on_every_rank(tmp_path):
+    layers = {f"blocks.{block}.attn1.to_q": (128, 128) for block in range(2)}
+    save_file(kohya(layers, Draw(1), name=lambda layer: f"transformer.{layer}"), tmp_path / "style.safetensors")
+    [(alone, names)] = [folded(Mesh.single(), tmp_path)]
+    ranks = [pipeline for pipeline, _ in run_as_threads({"ulysses": 2}, lambda mesh: folded(mesh, tmp_path))]
+    for name in names:
+        first, second = (held_weight(pipeline, name) for pipeline in ranks)
+        assert torch.equal(first, held_weight(alone, name)) and torch.equal(first, second)
+        with torch.inference_mode():
+            first[1, 2] = 99
+        assert second[1, 2] == 99
+
+
+def held_weight(pipeline: Pipeline, name: str) -> torch.Tensor:
+    part = local_part(pipeline.transformer, name)
+    return getattr(part.module, part.leaf)
 
 
 def test_ranks_that_cannot_map_each_others_memory_have_a_copy_each(monkeypatch):

@@ -18,7 +18,7 @@ from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.protocol import Conditioning, Sample
 from runtime.settings import LoraSettings, ModelSettings, SampleSettings
-from tests.lora_files import Draw, dora, pairs
+from tests.lora_files import Draw, dora, kohya, pairs
 
 CONFIG = {**TINY, "attention_head_dim": 128, "ffn_dim": 2048}
 """512 wide: where a matrix takes longer than Python, as on a model of real size."""
@@ -93,6 +93,19 @@ def test_swapping_four_loras_of_rank_64_takes_under_a_hundredth_of_a_step(pipeli
             share = statistics.median(seconds) / step
             print(f"\n  {kind}: {1000 * statistics.median(seconds):.2f} ms, {share:.2%} of a step", end="")
     assert all(statistics.median(seconds) < 0.01 * step for seconds in kinds.values())
+
+
+def test_what_a_lora_takes_counts_as_held(tmp_path):
+    pipeline = Pipeline.load(ModelSettings(model="random:wan"), mesh=Mesh.single(), progress=ignore_progress)
+    save_file(
+        kohya({"blocks.0.attn1.to_q": (128, 128)}, Draw(1), name="transformer.{}".format), tmp_path / "s.safetensors"
+    )
+    before, pair, weight = pipeline.held.host, 4 * 2 * 4 * 128, 4 * 128 * 128
+    for fuse, held in ((False, 2 * pair), (True, 2 * pair + weight)):  # what was read, and what lies beside the weight
+        pipeline.use_loras([LoraSettings(path=str(tmp_path / "s.safetensors"), fuse=fuse)])
+        assert pipeline.held.host - before == held
+    pipeline.use_loras([])
+    assert pipeline.held.host - before == 2 * pair  # for when it is put on again
 
 
 def held_bytes() -> int:

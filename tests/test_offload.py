@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import diffusers
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from runtime.agreement import agree
 from runtime.blocks import BlockRunner
 from runtime.checkpoint import random_tensors
+from runtime.errors import Refused
 from runtime.families import FAMILIES
 from runtime.linear import ParallelLinear
 from runtime.mesh import Mesh
+from runtime.offload.gathered import GatheredWeights
 from runtime.offload.layout import Held, Layout
 from runtime.offload.parts import MemoryPart
 from runtime.offload.weights import BlockWeights, ReadWeights
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
+from runtime.reading import WeightFile
 from runtime.settings import MemorySettings, ModelSettings, amount_of
 from tests.ranks import (
     Case,
@@ -213,8 +219,73 @@ def test_weights_that_cannot_be_read_fail_the_block_that_needs_them():
 
     model.runner._weights[2].fill = fill
     assert model.run(0, 1)
-    with pytest.raises(OSError, match="the file is gone"):
+    with pytest.raises(Refused, match="cannot be read from their file: the file is gone"):
         model.run(2)
+
+
+def ending_with(mesh):
+    """A progress at which all ranks end with what one of them met."""
+
+    def progress(stage, step, total, *, failure=None, **others):
+        agree(mesh, stop=False, failure=failure)
+
+    return progress
+
+
+def test_weights_that_one_rank_cannot_read_end_the_step_on_all_and_the_next_prompt_is_right(case, resident):
+    """From real files, of which rank 1 alone is refused a block; nothing is loaded again."""
+    settings = ModelSettings(model=case.model, memory=MemorySettings(**WAYS["from disk"]))
+    request = sample_request(case)
+
+    def run(mesh):
+        pipeline = Pipeline.load(settings, mesh=mesh, progress=ending_with(mesh))
+        weights = pipeline.experts[0].runner._weights[1]
+        fill = weights.fill
+        if mesh.rank == 1:
+            weights.fill = refuse
+        with pytest.raises(Refused, match="cannot be read from their file: the file is gone"):
+            pipeline.sample(request, progress=ending_with(mesh))
+        weights.fill = fill
+        return pipeline.sample(request, progress=ending_with(mesh))
+
+    def refuse(buffer, start=0):
+        raise OSError("the file is gone")
+
+    for latent in run_as_threads({"ulysses": 2}, run):
+        assert relative_error(latent, resident) < SAME
+
+
+def test_a_rank_that_cannot_read_its_part_of_a_block_keeps_no_other_waiting_for_it():
+    def run(mesh):
+        layout = Layout(Held.all_of(ParallelLinear(torch.nn.Linear(8, 8))))
+        tensors = [torch.randn(each.shape) for each in layout.held]
+        weights = ReadWeights(layout, [MemoryPart(tensor) for tensor in tensors])
+        if mesh.rank == 1:
+            weights.fill = None
+        gathered = GatheredWeights(weights, mesh.group("ulysses"))
+        with pytest.raises(TypeError) if mesh.rank == 1 else nullcontext():
+            gathered.fill(torch.zeros(gathered.buffer_bytes, dtype=torch.uint8))
+        return mesh.least(1)
+
+    assert run_as_threads({"ulysses": 2}, run) == [1, 1]
+
+
+def test_a_tensor_that_one_rank_cannot_load_is_refused_by_all(case, monkeypatch):
+    read = WeightFile.part
+
+    def part(file, name, *others, **options):
+        if "blocks.1." in name and dist.get_rank() == 1:
+            raise OSError("the disk is gone")
+        return read(file, name, *others, **options)
+
+    monkeypatch.setattr(WeightFile, "part", part)
+
+    def run(mesh):
+        with pytest.raises(Refused, match="cannot be read: the disk is gone"):
+            Pipeline.load(ModelSettings(model=case.model), mesh=mesh, progress=ending_with(mesh))
+        return mesh.least(1)
+
+    assert run_as_threads({"ulysses": 2}, run) == [1, 1]
 
 
 @pytest.mark.parametrize("prefetch", [1, 2])
@@ -227,7 +298,7 @@ def test_weights_that_can_be_read_again_are_read_again(prefetch):
 
     for number in range(4):
         model.runner._weights[number].fill = fill
-    with pytest.raises(OSError, match="the file is gone"):
+    with pytest.raises(Refused, match="the file is gone"):
         model.run(0)
     model.runner._filler._thread.submit(int).result()  # what was fetched ahead has failed as well
     for number in range(4):

@@ -17,8 +17,9 @@ from runtime.machine import CudaDevice, Machine, visible
 from runtime.needs import Needs
 from runtime.plan import PlanRefused, make_plan, plan_model
 from runtime.protocol import Conditioning, Sample
-from runtime.settings import AXES, MemorySettings, ModelSettings, ParallelSettings, SampleSettings
+from runtime.settings import AXES, LoraSettings, MemorySettings, ModelSettings, ParallelSettings, SampleSettings
 from runtime.workload import Workload
+from tests.lora_files import Draw, kohya
 
 GPU = CudaDevice(name="GPU", memory_mib=81920)
 NO_GPU = Machine(cores=8)
@@ -259,6 +260,27 @@ def test_what_a_step_works_with_counts_against_the_memory():
     nearest = make_plan(refusal.value.nearest, facts, machine, workload=video)
     assert nearest.world > 1 and nearest.activation_bytes > 0
     assert nearest.peak_bytes == nearest.bytes_per_rank + nearest.activation_bytes <= 32 << 30
+
+
+def test_loras_count_beside_the_weights_and_choose_no_other_degrees(tmp_path):
+    layers = {"blocks.0.attn1.to_q": (128, 128), "blocks.1.attn1.to_q": (128, 128)}
+    save_file(kohya(layers, Draw(1), alpha=False), tmp_path / "s.safetensors")
+    save_file({"lora_te1_x.lora_down.weight": torch.zeros(8, 8)}, tmp_path / "text.safetensors")
+    (tmp_path / "broken.safetensors").write_text("no")
+
+    def bytes_with(*loras):
+        model = ModelSettings(model="random:wan", dtype="bf16", loras=loras)
+        return plan_model(model, NO_GPU).bytes_per_rank
+
+    lora = LoraSettings(path=str(tmp_path / "s.safetensors"))
+    numbers = 2 * 4 * (128 + 128)
+    assert bytes_with(lora) - bytes_with() == 2 * numbers
+    others = [{"path": str(tmp_path / f"{name}.safetensors")} for name in ("text", "broken", "none")]
+    for free in ({"strength": 0.0}, {"fuse": True}, *others):
+        assert bytes_with(lora.model_copy(update=free)) == bytes_with()
+    needs = Needs(inspect_model("random:wan"), memory=int(bytes_with() / 0.8) + 8)
+    assert needs.fits(1) and replace(needs, beside=numbers).fits(1)
+    assert replace(needs, beside=10 * needs.memory).lacks(Degrees())
 
 
 def test_a_model_that_fits_nowhere_has_no_nearest_plan():

@@ -23,10 +23,14 @@ def model(name: str) -> ModelSettings:
     return ModelSettings(model=name)
 
 
-def put(shelf: Shelf, name: str, size: int, *, device: int = 0) -> None:
+def shelf_of(keep: KeepSettings, mesh: Mesh = Mesh.single()) -> Shelf:
+    return Shelf(keep, world=mesh.world, device=mesh.device)
+
+
+def put(shelf: Shelf, name: str, size: int, *, device: int = 0, mesh: Mesh = Mesh.single()) -> None:
     """Load a model of so many MiB, as a pipeline would."""
     held = Bytes(device=device * MIB, host=size * MIB)
-    shelf.make_room(held)
+    shelf.make_room(held, mesh=mesh)
     shelf.put(model(name), SimpleNamespace(held=held))
 
 
@@ -35,10 +39,14 @@ def names(shelf: Shelf) -> str:
 
 
 def test_models_stay_until_the_limit_and_the_one_used_longest_ago_makes_room():
-    shelf = Shelf(KeepSettings(host="100MB"), mesh=Mesh.single())
+    shelf = shelf_of(KeepSettings(host="100MB"))
     for name in "abc":
         put(shelf, name, 30)
-    assert names(shelf) == "abc" and shelf.take(model("a")) is not None and shelf.take(model("z")) is None
+    assert (
+        names(shelf) == "abc"
+        and shelf.take(model("a"), mesh=Mesh.single()) is not None
+        and shelf.take(model("z"), mesh=Mesh.single()) is None
+    )
     put(shelf, "d", 20)
     assert names(shelf) == "cad"  # b was used longest ago
     put(shelf, "e", 75)
@@ -53,7 +61,7 @@ def test_models_stay_until_the_limit_and_the_one_used_longest_ago_makes_room():
     ("amount", "kept"), [("0", "c"), ("0.5", "abc"), ("0.2", "bc"), ("auto", "abc"), ("15MB", "c")]
 )
 def test_a_limit_may_be_a_part_of_what_is_free_without_the_models(monkeypatch, amount, kept):
-    total, shelf = 100 * MIB, Shelf(KeepSettings(host=amount), mesh=Mesh.single())
+    total, shelf = 100 * MIB, shelf_of(KeepSettings(host=amount))
     monkeypatch.setattr(shelf_module, "free_bytes", lambda device: total - sum(shelf.held().values(), Bytes()).host)
     for name in "abc":
         put(shelf, name, 10)
@@ -61,9 +69,9 @@ def test_a_limit_may_be_a_part_of_what_is_free_without_the_models(monkeypatch, a
 
 
 def test_a_model_that_makes_room_is_gone_when_memory_is_released(monkeypatch):
-    shelf, gone = Shelf(KeepSettings(host="10MB"), mesh=Mesh.single()), []
+    shelf, gone = shelf_of(KeepSettings(host="10MB")), []
     put(shelf, "a", 10)
-    tensor = shelf.take(model("a")).weight = torch.zeros(1)
+    tensor = shelf.take(model("a"), mesh=Mesh.single()).weight = torch.zeros(1)
     left, tensor = weakref.ref(tensor), None
     monkeypatch.setattr(shelf_module, "release_memory", lambda: gone.append(left() is None))
     put(shelf, "b", 10)
@@ -71,7 +79,7 @@ def test_a_model_that_makes_room_is_gone_when_memory_is_released(monkeypatch):
 
 
 def test_a_gpu_has_a_limit_of_its_own(monkeypatch):
-    shelf = Shelf(KeepSettings(device="20MB", host="1GB"), mesh=Mesh.single("cuda:0"))
+    shelf = shelf_of(KeepSettings(device="20MB", host="1GB"), Mesh.single("cuda:0"))
     monkeypatch.setattr(shelf_module, "free_bytes", lambda device: 1 << 40)
     put(shelf, "a", 100, device=15)
     put(shelf, "b", 100, device=4)
@@ -85,13 +93,25 @@ def test_ranks_with_different_memory_let_go_of_the_same_models(monkeypatch):
     monkeypatch.setattr(shelf_module, "free_bytes", lambda device: free[torch.distributed.get_rank()])
 
     def work(mesh: Mesh) -> str:
-        shelf = Shelf(KeepSettings(host="0.5"), mesh=mesh)
+        shelf = shelf_of(KeepSettings(host="0.5"), mesh)
         for name in "abcd":
-            put(shelf, name, 15)
+            put(shelf, name, 15, mesh=mesh)
         return names(shelf)
 
     first, second = run_as_threads({"cfg": 2}, work)
     assert first == second == "bcd"
+
+
+def test_a_model_that_one_rank_let_go_of_while_it_ran_alone_is_loaded_on_all_again():
+    def work(mesh: Mesh) -> tuple[bool, str]:
+        shelf = shelf_of(KeepSettings(host="100MB"), mesh)
+        for name in "ab":
+            put(shelf, name, 20, mesh=mesh)
+        if mesh.rank == 0:
+            put(shelf, "c", 20)
+        return shelf.take(model("a"), mesh=mesh) is None, names(shelf)
+
+    assert run_as_threads({"cfg": 2}, work) == [(True, "bc"), (True, "b")]
 
 
 def test_loras_and_plan_are_not_part_of_what_is_loaded_and_the_rest_is():

@@ -102,6 +102,17 @@ def test_what_all_ranks_refuse_alike_keeps_them(sidecar, model):
     assert rank_pids(sidecar) == before and run(sidecar, sample(ranks=2))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_cannot_read_ends_the_step_on_all_and_the_next_prompt_is_warm(sidecar, rank):
+    run(sidecar, sample(ranks=2))
+    before = rank_pids(sidecar)
+    model = f"fake?unread={rank}"
+    error, seconds = failure_of(sidecar, sample(model, ranks=2))
+    assert str(error) == "the file has been changed" and seconds < 2
+    after = run(sidecar, sample(model, ranks=2))
+    assert rank_pids(sidecar) == before and steps_of(after) == [1, 2, 3] and not steps_of(after, "loading")
+
+
 def test_a_prompt_that_the_first_rank_refuses_for_all_keeps_them(sidecar):
     run(sidecar, sample("fake?text=bad", ranks=2))
     before = rank_pids(sidecar)

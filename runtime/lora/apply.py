@@ -1,7 +1,6 @@
 """The LoRAs of a loaded model: put on, taken off and weighed anew without loading it again.
 
-What is low rank stays beside its weight as a pair. Everything else is folded into the weight in float32; the weight as it
-was waits in main memory to be put back. Where the weight cannot be written anew, being packed or streamed, what would be
+What is low rank stays beside its weight as a pair. Everything else is folded into the weight in float32. Where the weight cannot be written anew, being packed or streamed, what would be
 folded is worked out in each call from what the weight stands for, and its product with the input added to the output.
 """
 
@@ -12,14 +11,17 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint import Shapes
-from ..linear import LocalPart, ParallelLinear, local_part, parallel_linear
+from ..linear import LocalPart, ParallelLinear, parallel_linear
 from ..pairs import Pair
 from ..parallel.tensor import add_up
 from ..settings import LoraSettings
+from ..weighing import Bytes
 from .changes import Change, Place
+from .folding import FoldedWeights, Rewrite
 from .held import HeldLora, HeldLoras, can_fold
 from .names import WEIGHT, Names
 
@@ -39,7 +41,7 @@ class Use(NamedTuple):
 
 
 class Loras:
-    """What is put on one model. All ranks make the same calls."""
+    """What is put on one model. All ranks make the same calls; those of `group` hold the same weights."""
 
     def __init__(
         self,
@@ -49,12 +51,21 @@ class Loras:
         shapes: Shapes,
         dtype: torch.dtype,
         device: torch.device,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._model, self._device = model, device
         self._shapes = {**shapes, **_weights_of_linears(model)}
         self._held = HeldLoras(model, names_of(self._shapes), dtype=dtype)
         self._uses: dict[str, list[Use]] = {}
-        self._originals: dict[str, torch.Tensor] = {}
+        self._folded = FoldedWeights(model, device=device, group=group)
+        self._moved: dict[str, list[Use]] = {}
+
+    @property
+    def held(self) -> Bytes:
+        """What they take: the files in host memory, those weights that are there twice, and what lies on the device."""
+        pairs = sum(layer.pairs_nbytes for layer in self._model.modules() if isinstance(layer, ParallelLinear))
+        moved = sum(use.part.nbytes for uses in self._moved.values() for use in uses)
+        return Bytes(host=self._held.nbytes + self._folded.nbytes) + Bytes.on(self._device, pairs + moved)
 
     def check(self, loras: Iterable[LoraSettings]) -> None:
         """Read what is not held yet. Raises `Refused` when one of them cannot be used."""
@@ -72,7 +83,10 @@ class Loras:
         for lora, file in zip(loras, held, strict=True):
             for name, part in file.parts.items():
                 uses.setdefault(name, []).append(Use(part, lora.strength, self._is_folded(name, part, lora.fuse)))
-        for name in sorted({*self._uses, *uses}):
+        names = sorted({*self._uses, *uses})
+        changed = [name for name in names if not _are_the_same(uses.get(name, []), self._uses.get(name, []))]
+        self._folded.write(dict(filter(None, (self._rewrite(name, uses.get(name, [])) for name in changed))))
+        for name in changed:
             self._put_on(name, uses.get(name, []))
         return tuple(file.report + self._not_folded(lora, file) for lora, file in zip(loras, held, strict=True))
 
@@ -92,14 +106,9 @@ class Loras:
 
     def _put_on(self, name: str, uses: list[Use]) -> None:
         """Make these, in their order, all that is done to a tensor: what comes after the last that is folded, as pairs."""
-        before = self._uses.get(name, [])
-        if _are_the_same(uses, before):
-            return
-        folded = max((place for place, use in enumerate(uses, start=1) if use.folded), default=0)
+        before, folded = self._uses.get(name, []), _count_folded(uses)
         if not self._folds(name):
             self._work_out(name, uses[:folded])
-        elif folded or name in self._originals:
-            self._fold(name, uses[:folded])
         if any(isinstance(use.part, Pair) for use in (*uses, *before)):
             linear = parallel_linear(self._model, name.removesuffix(WEIGHT))
             pairs = [part._replace(scale=part.scale * strength) for part, strength, _ in uses[folded:]]
@@ -115,22 +124,19 @@ class Loras:
         """
         linear = self._model.get_submodule(name.removesuffix(WEIGHT))
         is_streamed = any(held.is_meta for held in linear.core.parameters())
-        moved = [use.on(torch.device("cpu") if is_streamed else self._device) for use in uses]
+        moved = uses if is_streamed else [use.on(self._device) for use in uses]
+        self._moved[name] = [] if is_streamed or self._device.type == "cpu" else moved
         place = self._place(name, linear.weight_part)
         linear.change = partial(_difference, uses=moved, place=place) if uses else None
 
-    def _fold(self, name: str, uses: list[Use]) -> None:
-        """Put these into the weight as it was; none of them leaves that."""
-        part = local_part(self._model, name)
-        if part is None:
-            return
-        original = self._originals.setdefault(name, getattr(part.module, part.leaf).data.cpu())
-        weight = original.to(self._device)
-        if uses:
-            weight = _changed(weight.float(), uses, self._place(name, part)).to(original.dtype)
-        else:
-            del self._originals[name]
-        setattr(part.module, part.leaf, nn.Parameter(weight, requires_grad=False))
+    def _rewrite(self, name: str, uses: list[Use]) -> tuple[str, Rewrite | None] | None:
+        """What is folded into a tensor by these; None where it stays as it is."""
+        folded = uses[: _count_folded(uses)]
+        if not folded:
+            return (name, None) if name in self._folded else None
+        if not self._folds(name):
+            return None
+        return name, lambda weight, part: _changed(weight, folded, self._place(name, part))
 
     def _place(self, name: str, part: LocalPart) -> Place:
         return Place(part.cut, self._shapes[name], partial(_sum_over, part))
@@ -148,6 +154,11 @@ def _changed(weight: torch.Tensor, uses: Sequence[Use], place: Place) -> torch.T
 
 def _difference(weight: torch.Tensor, *, uses: Sequence[Use], place: Place) -> torch.Tensor:
     return _changed(weight, uses, place) - weight
+
+
+def _count_folded(uses: Sequence[Use]) -> int:
+    """How many there are up to the last that is folded."""
+    return max((place for place, use in enumerate(uses, start=1) if use.folded), default=0)
 
 
 def _are_the_same(some: Sequence[Use], others: Sequence[Use]) -> bool:

@@ -47,6 +47,12 @@ class Change:
         """The same as a pair, where that is the smaller form."""
         return None
 
+    @property
+    def nbytes(self) -> int:
+        """What its tensors take."""
+        parts = (getattr(self, field.name) for field in fields(self))
+        return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor | Change))
+
     def to(self, device: torch.device) -> Change:
         """The same with its tensors on a device."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}

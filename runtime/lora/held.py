@@ -45,6 +45,12 @@ class HeldLoras:
         self._waiting, self._used = dict(waiting[-WAITING:]), used
         return [used[key] for key in keys]
 
+    @property
+    def nbytes(self) -> int:
+        """What they take."""
+        held = {id(file): file for file in (*self._used.values(), *self._waiting.values())}
+        return sum(part.nbytes for file in held.values() for part in file.parts.values())
+
     def _read(self, path: str) -> HeldLora:
         file = read_lora(path, names=self._names)
         parts = {name: self._pair(name, change) or change for name, change in file.changes.items()}

@@ -36,8 +36,10 @@ class GatheredWeights(BlockWeights):
     def fill(self, buffer: torch.Tensor, start: int = 0) -> None:
         """Copy this rank's part into a buffer for the whole, and put it together with those of the others."""
         first = self._rank * self._part_bytes
-        self._weights.fill(buffer[first : first + self._part_bytes], first)
-        complete(buffer[: self.buffer_bytes], self._group)
+        try:
+            self._weights.fill(buffer[first : first + self._part_bytes], first)
+        finally:  # the others wait for it
+            complete(buffer[: self.buffer_bytes], self._group)
 
 
 def is_faster(weights: GatheredWeights, alone: BlockWeights, group: dist.ProcessGroup, *, device: torch.device) -> bool:

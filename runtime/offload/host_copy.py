@@ -10,7 +10,8 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,24 +55,35 @@ def sharing(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def share_parameters(model: nn.Module, names: Sequence[str], *, group: dist.ProcessGroup | None) -> None:
-    """Move the parameters of these names, which this rank has made, into memory that every rank of the group maps, and give
-    the model those that the others have made; all ranks call it together. Without a group they move into such memory too,
-    one after the other in the order of their names.
+    """Move the parameters of these names as `share` does."""
+    share(names, get=model.get_parameter, put=partial(_put, model), group=group)
+
+
+def share(
+    names: Sequence[str],
+    *,
+    get: Callable[[str], torch.Tensor],
+    put: Callable[[str, torch.Tensor], None],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Move the tensors of these names, which this rank has made, into memory that every rank of the group maps, and put
+    there those that the others have made; all ranks call it together. Without a group they move into such memory too, one
+    after the other in this order.
     """
-    sizes = [aligned(model.get_parameter(name).nbytes) for name in names]
+    sizes = [aligned(get(name).nbytes) for name in names]
     own, table, at = Segment.create(sum(sizes)), [], 0
     for name, size in zip(names, sizes, strict=True):
-        parameter = model.get_parameter(name)
-        table.append([name, str(parameter.dtype).removeprefix("torch."), list(parameter.shape), at])
-        own.view(*table[-1][1:]).copy_(parameter)
-        _put(model, name, own.view(*table[-1][1:]))
+        tensor = get(name)
+        table.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), at])
+        own.view(*table[-1][1:]).copy_(tensor)
+        put(name, own.view(*table[-1][1:]))
         at += size
     if group is not None:
         for rank, (pid, number, nbytes, others) in enumerate(_exchange([*own.place, table], group)):
             if rank != dist.get_rank(group):
                 segment = Segment.open(pid, number, nbytes)
                 for name, *place in others:
-                    _put(model, name, segment.view(*place))
+                    put(name, segment.view(*place))
         _exchange(None, group)  # until all have opened it
     own.close()
 
