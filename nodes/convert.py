@@ -14,6 +14,7 @@ from . import host
 TENSORS = {
     "pooled_output": "pooled",
     "attention_mask": "attention_mask",
+    "conditioning_byt5small": "second_embedding",
     "mask": "mask",
     "concat_latent_image": "concat_latent",
     "concat_mask": "concat_mask",
@@ -24,8 +25,9 @@ AREA_KEYS = ("area", "set_area_to_bounds", "clip_start_percent", "clip_end_perce
 
 REFERENCE_KEYS = ("reference_latents", "reference_latents_method")
 
-VISION, VISION_STATES = "clip_vision_output", "penultimate_hidden_states"
-"""Key of what CLIP Vision Encode says, and which part of it the models read."""
+VISION = "clip_vision_output"
+VISION_STATES = {"clip_vision": "penultimate_hidden_states", "clip_vision_last": "last_hidden_state"}
+"""Key of what CLIP Vision Encode says, and the parts of it that models read."""
 
 HONOURED = (*TENSORS, *NUMBERS, *AREA_KEYS, *REFERENCE_KEYS, VISION)
 WITHOUT_EFFECT = (
@@ -104,13 +106,14 @@ def _references(present: dict[str, Any], what: str) -> dict[str, Any]:
 
 
 def _clip_vision(present: dict[str, Any], what: str) -> dict[str, Any]:
-    """The field of what a CLIP vision model says of a picture."""
+    """The fields of what a CLIP vision model says of a picture."""
     if VISION not in present:
         return {}
-    states = getattr(present[VISION], VISION_STATES, None)
-    if states is None:
+    states = {field: getattr(present[VISION], part, None) for field, part in VISION_STATES.items()}
+    said = {field: _to_send(each, f"{what}: {VISION}") for field, each in states.items() if each is not None}
+    if not said:
         raise ValueError(f"{what}: connect CLIP Vision Encode again: {_held(present[VISION])} in {VISION}")
-    return {"clip_vision": _to_send(states, f"{what}: {VISION}")}
+    return said
 
 
 def _period(present: dict[str, Any], fields: dict[str, Any], what: str) -> dict[str, float]:

@@ -24,24 +24,24 @@ def mask_of_pixels(mask: torch.Tensor | None, x: torch.Tensor, scale: int) -> to
     return pixels.unflatten(3, (-1, scale)).unflatten(2, (-1, scale)).permute(0, 1, 3, 5, 2, 4).flatten(1, 3)
 
 
-def given_frames(mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """Which frames are given, as channels of a latent of videos, `(B, 4, F, H, W)`: what a mask, `(B, C, F, H, W)`, leaves as
-    it is. It has a channel for each frame that one of the latent stands for, or one for all of them. Where it ends,
+def given_frames(mask: torch.Tensor | None, x: torch.Tensor, *, of_one: int = FRAMES_OF_ONE) -> torch.Tensor:
+    """Which frames are given, as channels of a latent of videos, `(B, of_one, F, H, W)`: what a mask, `(B, C, F, H, W)`, leaves
+    as it is. It has a channel for each frame that one of the latent stands for, or one for all of them. Where it ends,
     no frame is given.
     """
     if mask is None:
-        return torch.zeros_like(x)[:, :FRAMES_OF_ONE]
+        return torch.zeros_like(x)[:, :of_one]
     if mask.ndim != x.ndim or mask.shape[2] > x.shape[2]:
         raise Refused(
             f"the concat_mask of a conditioning has shape {tuple(mask.shape)}, but the latent is {tuple(x.shape)}: set the "
             f"same length in the node that made it"
         )
     mask = mask.to(x)
-    if mask.shape[1] != FRAMES_OF_ONE:
+    if mask.shape[1] != of_one:
         mask = mask.mean(1, keepdim=True)
     given = fit_picture(1.0 - mask, x.shape)
     given = F.pad(given, (0, 0, 0, 0, 0, x.shape[2] - given.shape[2]))
-    return given.expand(-1, FRAMES_OF_ONE, -1, -1, -1)
+    return given.expand(-1, of_one, -1, -1, -1)
 
 
 def fit_picture(picture: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -14,8 +14,9 @@ from .families.spec import FamilySpec
 from .protocol import Conditioning
 from .sampling.latents import into_model_space
 
-VISION_WIDTH = "image_dim"
-"""Key of the configuration: how many numbers a token of CLIP vision has."""
+VISION = ("clip_vision", "clip_vision_last")
+MASKED = {"attention_mask", "word_mask"}
+"""What is worked out from the mask of a prompt."""
 
 VIDEO_PLACES = {"video_places", "causal_video_places"}
 """What is worked out from the frame rate."""
@@ -30,7 +31,8 @@ class ConditioningReader:
         self._family, self._place = family, {"dtype": dtype, "device": device}
         self._text_width: int = config[family.text_width]
         self._pooled_width: int = config[family.pooled_width] if family.pooled_width else 0
-        self._vision_width: int = config[VISION_WIDTH] if family.picture_tokens else 0
+        self._second_width: int = config[family.second_text_width] if family.second_text_width else 0
+        self._vision_width: int = config[family.vision_width] if family.vision_width else 0
         self._sources = set(dict(family.inputs).values())
 
     def read(self, conditioning: Conditioning, x: torch.Tensor, noise_mask: torch.Tensor | None) -> Conditioning:
@@ -48,6 +50,7 @@ class ConditioningReader:
         fill = max(self._family.text_fill - embedding.shape[1], 0)
         read = {
             "embedding": F.pad(embedding.to(**self._place), (0, 0, fill, 0)),
+            "second_embedding": self._second(conditioning),
             "pooled": self._pooled(conditioning),
             "attention_mask": self._mask(conditioning.attention_mask),
             "guidance": conditioning.guidance if "guidance" in self._sources else None,
@@ -55,11 +58,31 @@ class ConditioningReader:
             "reference_method": self._method(conditioning),
             "concat_latent": self._beside(conditioning, x, noise_mask),
             "concat_mask": None,
-            "clip_vision": self._picture_tokens(conditioning.clip_vision),
+            **self._picture_tokens(conditioning),
             "noise_levels": self._noise_levels(noise_mask),
             "frame_rate": self._frame_rate(conditioning.frame_rate),
         }
         return conditioning.model_copy(update=read)
+
+    def _second(self, conditioning: Conditioning) -> torch.Tensor | None:
+        """What the second text encoder says, of no tokens where it says nothing; None where the family reads none."""
+        said, width = conditioning.second_embedding, self._second_width
+        if said is None:
+            return self._no_tokens(conditioning, width) if width else None
+        if not width:
+            raise Refused(
+                f"the conditioning carries what ByT5 says, but {self._family.title} does not read it: encode the prompt with "
+                f"the text encoder of this model"
+            )
+        if said.ndim != 3 or said.shape[-1] != width:
+            raise Refused(
+                f"what ByT5 says has shape {tuple(said.shape)}, but {self._family.title} takes (batch, tokens, {width}): "
+                f"encode the prompt with the text encoders of this model"
+            )
+        return said.to(**self._place)
+
+    def _no_tokens(self, conditioning: Conditioning, width: int) -> torch.Tensor:
+        return conditioning.embedding.new_zeros(len(conditioning.embedding), 0, width).to(**self._place)
 
     def _pooled(self, conditioning: Conditioning) -> torch.Tensor | None:
         """The pooled prompt `(B, D)`, zeros where there is none; None where the family reads none."""
@@ -77,7 +100,7 @@ class ConditioningReader:
 
     def _mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Which tokens of a prompt are words, `(B, L)` bool; None where all are, or where the family reads no mask."""
-        if mask is None or "attention_mask" not in self._sources:
+        if mask is None or self._sources.isdisjoint(MASKED):
             return None
         if mask.is_floating_point() or mask.ndim != 2:
             raise Refused(
@@ -131,12 +154,14 @@ class ConditioningReader:
                 yield mask_of_pixels(mask, x, form.spatial)
             elif part == "given frames":
                 yield given_frames(None if picture is None else mask, x)
+            elif part == "given places":
+                yield given_frames(mask, x, of_one=1)
             else:
                 yield self._picture(picture, x)
 
     def _picture(self, picture: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
         """The picture beside a latent. One that is missing is zeros, of the VAE or, for a video without a frame, of the model."""
-        if picture is None and "given frames" in self._family.beside:
+        if picture is None and self._family.latent.dims == 3:
             return torch.zeros_like(x)
         fitted = torch.zeros_like(x) if picture is None else fit_picture(picture.to(x), x.shape)
         latent = self._in_model_space(fitted, "the picture beside the latent")
@@ -147,21 +172,30 @@ class ConditioningReader:
             )
         return latent
 
-    def _picture_tokens(self, tokens: torch.Tensor | None) -> torch.Tensor | None:
-        """What CLIP vision says of a picture, `(B, tokens, D)`; None where nothing is said."""
-        if tokens is None:
-            return None
-        if "clip_vision" not in self._sources:
+    def _picture_tokens(self, conditioning: Conditioning) -> dict[str, torch.Tensor | None]:
+        """What CLIP vision says of a picture, `(B, tokens, D)`, at the layer that the family reads."""
+        named = {name: getattr(conditioning, name) for name in VISION}
+        said = {name: tokens for name, tokens in named.items() if tokens is not None}
+        read = next((name for name in VISION if name in self._sources), "")
+        if said and not read:
             raise Refused(
                 f"the conditioning carries the output of CLIP Vision Encode, but {self._family.title} does not read it: "
                 f"disconnect clip_vision_output"
             )
-        if tokens.ndim != 3 or tokens.shape[-1] != self._vision_width:
+        if said and read not in said:
+            raise Refused(
+                f"the conditioning carries the output of CLIP Vision Encode without the layer that {self._family.title} reads: "
+                f"connect CLIP Vision Encode itself"
+            )
+        if read == "clip_vision_last" and not said:
+            said[read] = self._no_tokens(conditioning, self._vision_width)
+        tokens = said.get(read)
+        if tokens is not None and (tokens.ndim != 3 or tokens.shape[-1] != self._vision_width):
             raise Refused(
                 f"the output of CLIP Vision Encode has shape {tuple(tokens.shape)}, but {self._family.title} takes (batch, "
                 f"tokens, {self._vision_width}): load the CLIP vision model that goes with it"
             )
-        return tokens.to(**self._place)
+        return {name: tokens.to(**self._place) if name == read and said else None for name in VISION}
 
     def _noise_levels(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Which part of the noise each frame `(B, F, 1, 1)` or place `(B, F, H, W)` has, by a mask that fits the latent."""

@@ -23,6 +23,9 @@ BACKEND_NAME = "outrigger"
 WITHOUT_DISPATCH = ("JointAttnProcessor2_0", "Lumina2AttnProcessor2_0")
 """Processors that call torch's attention once, and themselves."""
 
+MAKES_A_MASK = "HunyuanVideo15AttnProcessor2_0"
+"""It makes a mask of every query and every key; diffusers' own for HunyuanVideo 1.0 does the same with a mask as it comes."""
+
 
 class AttentionExchange(Protocol):
     """Attention over what all ranks have, from each rank's part of it."""
@@ -44,6 +47,10 @@ def route_attention(module: nn.Module, exchange: AttentionExchange) -> None:
 
     Raises `RuntimeError` when its processor has no such seam: it would silently attend to its own tokens alone.
     """
+    if type(getattr(module, "processor", None)).__name__ == MAKES_A_MASK:
+        from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
+
+        module.set_processor(HunyuanVideoAttnProcessor2_0())
     processor = getattr(module, "processor", None)
     if type(processor).__name__ in WITHOUT_DISPATCH:
         return _catch_attention(module, exchange)

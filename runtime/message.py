@@ -13,7 +13,10 @@ MAX_TENSORS = 320
 MAX_TENSOR_BYTES = 1 << 36
 MAX_DIMS = 8
 MAX_REFERENCES = 8
-READ = ("embedding", "pooled", "attention_mask", "concat_latent", "clip_vision", "noise_levels")
+READ = (
+    *("embedding", "second_embedding", "pooled", "attention_mask"),
+    *("concat_latent", "clip_vision", "clip_vision_last", "noise_levels"),
+)
 REFERENCE = "reference "
 
 ITEM_BYTES = {
@@ -70,11 +73,13 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 class Conditioning(Message):
     """One entry of ComfyUI's CONDITIONING: what the model reads, where it counts and when.
 
-    `embedding` is `(B, L, D)`; `pooled` is `(B, D)`; `attention_mask` is `(B, L)`. `references` are latents in the VAE's
+    `embedding` is `(B, L, D)`; `pooled` is `(B, D)`; `attention_mask` is `(B, L)`; `second_embedding`, `(B, tokens, D)`, is what
+    a second encoder says of a part of the prompt, such as of what stands in quotation marks. `references` are latents in the VAE's
     own space that the model looks at beside the prompt, and `reference_method` is where they stand, empty for the model's
     own choice. `concat_latent` is a latent in the VAE's own space that is put beside the noisy one, channel by channel, and
     `concat_mask`, `(B, 1, H, W)` of any resolution, is 1 where it is painted anew; for a video it is `(B, 1 or 4, F, H, W)`.
-    `clip_vision` is what a CLIP vision model says of a picture, `(B, tokens, D)`. `noise_levels`, `(B, F, H, W)` or
+    `clip_vision` is what a CLIP vision model says of a picture before its last layer, `(B, tokens, D)`, and `clip_vision_last`
+    behind it. `noise_levels`, `(B, F, H, W)` or
     with sides of 1, is worked out from the noise mask: which part of the noise each frame or place has. `frame_rate` is that
     of the video.
 
@@ -85,6 +90,7 @@ class Conditioning(Message):
     """
 
     embedding: Tensor
+    second_embedding: Tensor | None = None
     pooled: Tensor | None = None
     attention_mask: Tensor | None = None
     guidance: Finite | None = None
@@ -93,6 +99,7 @@ class Conditioning(Message):
     concat_latent: Tensor | None = None
     concat_mask: Tensor | None = None
     clip_vision: Tensor | None = None
+    clip_vision_last: Tensor | None = None
     noise_levels: Tensor | None = None
     frame_rate: Finite | None = None
     strength: Finite = 1.0
@@ -104,6 +111,12 @@ class Conditioning(Message):
     start_percent: Finite | None = None
     end_percent: Finite | None = None
     default: bool = False
+
+    @property
+    def text_tokens(self) -> int:
+        """How many tokens a model that reads all of it has beside those of the latent."""
+        read = (self.embedding, self.second_embedding, self.clip_vision_last)
+        return sum(each.shape[1] for each in read if each is not None)
 
     def tensors(self) -> dict[str, Any]:
         """What the model reads of it for each item of a batch, by name."""

@@ -91,7 +91,12 @@ def _input(source: str, conditioning: Conditioning, pictures: tuple[torch.Tensor
     if source == "text_places":
         return F.pad(torch.arange(tokens, dtype=torch.float32, device=latent.device)[:, None], (3, 0))
     if source == "whole_mask":
-        return torch.ones_like(conditioning.embedding[..., 0], dtype=torch.bool)
+        return _whole(conditioning.embedding)
+    if source == "word_mask":
+        mask = conditioning.attention_mask
+        return _whole(conditioning.embedding) if mask is None else mask
+    if source == "second_mask":
+        return _whole(conditioning.second_embedding)
     if source == "image_shapes":
         return [[patches(picture.shape, patch) for picture in pictures]] * len(latent)
     if source in ("video_places", "causal_video_places"):
@@ -102,6 +107,11 @@ def _input(source: str, conditioning: Conditioning, pictures: tuple[torch.Tensor
         value = GUIDANCE if conditioning.guidance is None else conditioning.guidance
         return latent.new_full((latent.shape[0],), value, dtype=torch.float32)
     return getattr(conditioning, source)
+
+
+def _whole(tokens: torch.Tensor) -> torch.Tensor:
+    """A mask `(B, L)` that leaves no token out."""
+    return torch.ones_like(tokens[..., 0], dtype=torch.bool)
 
 
 def check_positions(shape: Sequence[int], family: FamilySpec, *, table: int) -> None:

@@ -21,6 +21,7 @@ SMALLEST_BOUNDS = 8
 FEATHER = 8
 MODEL_READS = (
     "embedding",
+    "second_embedding",
     "pooled",
     "attention_mask",
     "guidance",
@@ -28,6 +29,7 @@ MODEL_READS = (
     "reference_method",
     "concat_latent",
     "clip_vision",
+    "clip_vision_last",
     "noise_levels",
     "frame_rate",
 )

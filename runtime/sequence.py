@@ -87,6 +87,7 @@ class Sequence:
         self._totals: dict[str, int] = {}
         self._lengths: dict[str, tuple[int, ...]] = {}
         self._shares: dict[tuple[int, str], Shares] = {}
+        self._told: dict[str, torch.Tensor | None] = {}
         self._masks: dict[str, torch.Tensor] = {}
         self._mask: tuple[torch.Tensor, torch.Tensor] | None = None
         self._joint_masks: dict[str, torch.Tensor] = {}
@@ -128,7 +129,12 @@ class Sequence:
         return torch.cat(kept, dim=dim)
 
     def leave_out(self, stream: str, mask: torch.Tensor | None) -> None:
-        """Say which tokens of a stream may be attended to in this forward, `(B, S)` and whole; None for all."""
+        """Say which tokens of a stream may be attended to in this forward, `(B, S)` and whole; None for all. A model may hand
+        the same mask to every layer: it is looked at once.
+        """
+        if mask is not None and self._told.get(stream) is mask:
+            return
+        self._told[stream] = mask
         self._masks.pop(stream, None)
         self._joint_masks.clear()
         if mask is not None and not mask.all():

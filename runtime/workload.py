@@ -27,7 +27,7 @@ class Workload:
         settings = request.settings
         return cls(
             latent=tuple(request.latent.shape),
-            text=max(entry.embedding.shape[1] for entry in entries),
+            text=max(entry.text_tokens for entry in entries),
             branches=count_branches(
                 request.branches, settings.scales, keep_last=settings.sampler_name.endswith("_cfg_pp")
             ),

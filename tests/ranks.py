@@ -43,7 +43,7 @@ REGIONS: dict[str, dict[str, list[dict[str, Any]]]] = {
 
 FIRST = ("wan", "flux", "flux-schnell", "flux-fill", "flux-control", "qwen")
 """Families for which every product of kinds is run each time; for the others in full."""
-VIDEOS = ("wan-i2v", "wan2.2-i2v", "wan2.2-ti2v", "ltx", "ltx-0.9.5")
+VIDEOS = ("wan-i2v", "wan2.2-i2v", "wan2.2-ti2v", "ltx", "ltx-0.9.5", "hunyuan-1.5")
 """Families of videos after the first, in `test_video_ranks`."""
 TABLE = {
     "no mask": {"latent": (1, 16, 8, 8), "padded": False},
@@ -137,7 +137,7 @@ def entry(case: Case, length: int, fields: dict[str, Any], generator: torch.Gene
         drawn |= {"pooled": torch.randn(1, family.tiny[family.pooled_width], generator=generator), "guidance": 4.0}
     if case.padded:
         kept = (torch.arange(length) < length - length // 3)[None]
-        if "attention_mask" in dict(family.inputs).values():
+        if reads_mask(family):
             drawn |= {"attention_mask": kept.long()}
         else:
             embedding = embedding * kept.unsqueeze(-1)
@@ -145,17 +145,24 @@ def entry(case: Case, length: int, fields: dict[str, Any], generator: torch.Gene
     return Conditioning(embedding=embedding, **{**fields, **drawn})
 
 
+def reads_mask(family: FamilySpec) -> bool:
+    """Whether a family leaves out of a prompt what a mask says."""
+    return not {"attention_mask", "word_mask"}.isdisjoint(dict(family.inputs).values())
+
+
 def pictures(family: FamilySpec, latent: tuple[int, ...], generator: torch.Generator) -> dict[str, torch.Tensor]:
     """What a family that makes videos of pictures reads of them: the first frame is given."""
     drawn = {}
-    if "given frames" in family.beside:
+    if "picture" in family.beside and family.latent.dims == 3:
         frames = 1 if len(latent) < 5 else latent[2]
         drawn["concat_latent"] = torch.randn(1, family.latent.channels, frames, *latent[-2:], generator=generator)
         drawn["concat_mask"] = (
             (torch.arange(frames) > 0).float().view(1, 1, frames, 1, 1).expand(1, 1, -1, *latent[-2:])
         )
-    if family.picture_tokens:
-        drawn["clip_vision"] = torch.randn(1, 9, family.tiny["image_dim"], generator=generator)
+    for source in {"clip_vision", "clip_vision_last"} & set(dict(family.inputs).values()):
+        drawn[source] = torch.randn(1, 9, family.tiny[family.vision_width], generator=generator)
+    if family.second_text_width:
+        drawn["second_embedding"] = torch.randn(1, 3, family.tiny[family.second_text_width], generator=generator)
     return drawn
 
 

@@ -62,6 +62,11 @@ HUNYUAN15 = {
     "theta": 256, "qkv_bias": True, "byt5": True, "meanflow": False, "guidance_embed": False, "use_cond_type_embedding": True,
     "vision_in_dim": 1152,
 }  # fmt: skip
+HUNYUAN = {
+    **HUNYUAN15, "in_channels": 16, "out_channels": 16, "patch_size": [1, 2, 2], "vec_in_dim": 768, "context_in_dim": 4096,
+    "hidden_size": 3072, "num_heads": 24, "depth": 20, "depth_single_blocks": 40, "byt5": False, "guidance_embed": True,
+    "use_cond_type_embedding": False, "vision_in_dim": None,
+}  # fmt: skip
 
 MODEL = {
     "flux": ("comfy.ldm.flux.model", "Flux"),
@@ -109,7 +114,13 @@ ORIGINAL: dict[str, tuple[str, dict[str, Any]]] = {
     "Stable Diffusion 3.5 medium": ("sd3", {
         **SD3, "qk_norm": "rms", "pos_embed_max_size": 384, "num_patches": 384**2, "x_block_self_attn_layers": list(range(13))}),
     "Stable Diffusion 3.5 large": ("sd3", SD35),
+    "HunyuanVideo 1.5 T2V 480p": ("hunyuan", HUNYUAN15),
+    "HunyuanVideo 1.5 I2V 480p": ("hunyuan", HUNYUAN15),
     "HunyuanVideo 1.5 T2V 720p": ("hunyuan", HUNYUAN15),
+    "HunyuanVideo 1.5 I2V 720p": ("hunyuan", HUNYUAN15),
+    "HunyuanVideo": ("hunyuan", HUNYUAN),
+    "HunyuanVideo 1.5 I2V 480p, step-distilled": ("hunyuan", {**HUNYUAN15, "meanflow": True}),
+    "HunyuanVideo 1.5 super resolution 720p": ("hunyuan", {**HUNYUAN15, "in_channels": 98}),
 }  # fmt: skip
 """Class and arguments in ComfyUI, by checkpoint."""
 DISTRIBUTION = {"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"}

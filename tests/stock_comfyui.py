@@ -65,7 +65,7 @@ def small_model(path: Path):
     from comfy import model_management, model_patcher, supported_models
 
     described = json.loads(path.read_text())
-    config = getattr(supported_models, described["class"])(described["unet_config"])
+    config = getattr(supported_models, described["class"])(with_newer_options(described["unet_config"]))
     config.set_inference_dtype(torch.float32, None)
     model = config.get_model({}, "")
     for name, sizes in described.get("remade", {}).items():
@@ -76,6 +76,14 @@ def small_model(path: Path):
     save_file(weights, path.with_suffix(".safetensors"), metadata=described.get("metadata"))
     device = model_management.get_torch_device()
     return model_patcher.ModelPatcher(model, load_device=device, offload_device=device)
+
+
+def with_newer_options(config: dict) -> dict:
+    """A configuration with what the HunyuanVideo of this version wants to know beside."""
+    from comfy.ldm.hunyuan_video.model import HunyuanVideoParams
+
+    asked = config.get("image_model") == "hunyuan_video" and "meanflow_sum" in HunyuanVideoParams.__dataclass_fields__
+    return {**config, **({"meanflow_sum": False} if asked else {})}
 
 
 def random_weights(tensors: dict[str, torch.Tensor], *, seed: int):
@@ -149,7 +157,14 @@ def conditioning(entries: str | list, inputs: dict[str, torch.Tensor]) -> list:
     """A CONDITIONING: the name of an input, or `[name, options]` pairs, where options of tensors name others."""
     if isinstance(entries, str):
         return [[inputs[entries], {}]]
-    tensors = ("mask", "pooled_output", "attention_mask", "concat_latent_image", "concat_mask")
+    tensors = (
+        "mask",
+        "pooled_output",
+        "attention_mask",
+        "concat_latent_image",
+        "concat_mask",
+        "conditioning_byt5small",
+    )
     made = {key: lambda name: None if name is None else inputs[name] for key in tensors}
     made |= {"clip_vision_output": lambda name: clip_vision(inputs[name])}
     made |= {"area": tuple, "reference_latents": lambda names: [inputs[name] for name in names]}
@@ -160,11 +175,11 @@ def conditioning(entries: str | list, inputs: dict[str, torch.Tensor]) -> list:
 
 
 def clip_vision(states: torch.Tensor):
-    """What CLIP Vision Encode hands on, of which the video models read these states."""
+    """What CLIP Vision Encode hands on, of which the video models read these states, the one or the other."""
     from comfy.clip_vision import Output
 
     output = Output()
-    output.penultimate_hidden_states = states
+    output.penultimate_hidden_states = output.last_hidden_state = states
     return output
 
 

@@ -34,6 +34,12 @@ LTX = {
     "caption_channels": 64,
     "num_layers": 2,
 }
+HUNYUAN = {
+    "image_model": "hunyuan_video", "in_channels": 65, "out_channels": 32, "patch_size": [1, 1, 1], "vec_in_dim": None,
+    "axes_dim": [4, 14, 14], "context_in_dim": 64, "hidden_size": 128, "mlp_ratio": 4.0, "num_heads": 4, "depth": 2,
+    "depth_single_blocks": 0, "theta": 256, "qkv_bias": True, "byt5": True, "meanflow": False, "guidance_embed": False,
+    "use_cond_type_embedding": True, "vision_in_dim": 1280,
+}  # fmt: skip
 MODELS = {
     "i2v": ("wan-i2v", "WAN21_I2V", {**WAN, "model_type": "i2v"}),
     "flf2v": ("wan-i2v", "WAN21_I2V", {**WAN, "model_type": "i2v", "flf_pos_embed_token_number": 514}),
@@ -43,9 +49,10 @@ MODELS = {
     "ti2v": ("wan2.2-ti2v", "WAN22_T2V", {**WAN, "in_dim": 48, "out_dim": 48}),
     "ltx": ("ltx", "LTXV", LTX),
     "ltx 0.9.5": ("ltx-0.9.5", "LTXV", {**LTX, "causal_temporal_positioning": True}),
+    "hunyuan 1.5": ("hunyuan-1.5", "HunyuanVideo15", HUNYUAN),
 }
 """By name: our family, ComfyUI's class, and its configuration."""
-WAN_21, WAN_22, LTX_VAE = (16, 8), (48, 16), (128, 32)
+WAN_21, WAN_22, LTX_VAE, HUNYUAN_VAE = (16, 8), (48, 16), (128, 32), (32, 16)
 """Channels of the VAE, and how far it scales down."""
 
 
@@ -59,6 +66,7 @@ INPUTS = {
     "first": draw(1, 50, 70, 3, seed=3).sigmoid(),
     "words": draw(1, 7, 64, seed=7),
     "no words": draw(1, 7, 64, seed=9),
+    "glyphs": draw(1, 4, 1472, seed=10),
     "mask of words": torch.tensor([[1, 1, 1, 1, 1, 0, 0]]),
     "places": draw(1, 1, 2, 3, 5, seed=8).sigmoid(),
     "two frames": draw(2, 90, 60, 3, seed=4).sigmoid(),
@@ -73,8 +81,12 @@ FIRST, BOTH = {"start_image": "first"}, {"start_image": "first", "end_image": "t
 VISION = {"clip_vision_output": "vision"}
 VISION_OF_BOTH = {"clip_vision_start_image": "vision", "clip_vision_end_image": "vision of the last"}
 I2V, FLF2V, TI2V, LTX_I2V = "WanImageToVideo", "WanFirstLastFrameToVideo", "Wan22ImageToVideoLatent", "LTXVImgToVideo"
+HUNYUAN_I2V = "HunyuanVideo15ImageToVideo"
+VAES = {TI2V: WAN_22, LTX_I2V: LTX_VAE, HUNYUAN_I2V: HUNYUAN_VAE}
+MODULES = {LTX_I2V: "comfy_extras.nodes_lt", HUNYUAN_I2V: "comfy_extras.nodes_hunyuan"}
 IN_LATENT = (TI2V, LTX_I2V)
 """Nodes that put the picture into the latent, with a noise mask."""
+QUOTED = {"embedding": "words", "conditioning_byt5small": "glyphs"}
 WIDE = {"width": 160, "height": 96, "length": 9, "batch_size": 1}
 CASES = {
     ("i2v", "a picture that CLIP vision saw"): {"node": I2V, "images": FIRST, "vision": VISION},
@@ -92,6 +104,9 @@ CASES = {
     ("ltx", "a first frame"): {"node": LTX_I2V, "images": {"image": "first"}, "widgets": {**WIDE, "strength": 0.8}, "prompt": WORDS},
     ("ltx 0.9.5", "a first frame, a batch"): {"node": LTX_I2V, "images": {"image": "first"}, "widgets": {**WIDE, "strength": 1.0, "batch_size": 2}, "prompt": WORDS},
     ("ltx 0.9.5", "a mask of places"): {"node": LTX_I2V, "images": {"image": "first"}, "widgets": {**WIDE, "strength": 1.0}, "prompt": {**WORDS, "frame_rate": None}, "noise_mask": "places"},
+    ("hunyuan 1.5", "a picture that CLIP vision saw, words in quotation marks"): {"node": HUNYUAN_I2V, "images": FIRST, "vision": VISION, "prompt": QUOTED},
+    ("hunyuan 1.5", "two frames, a batch, an area"): {"node": HUNYUAN_I2V, "images": {"start_image": "two frames"}, "widgets": ODD, "prompt": {"embedding": "words"}, "area": [2, 2, 0, 1]},
+    ("hunyuan 1.5", "a prompt alone"): {"node": HUNYUAN_I2V, "prompt": {"embedding": "words"}},
     ("ti2v", "a prompt alone"): {"node": TI2V, "widgets": {**ODD, "width": 144, "height": 112}},
 }  # fmt: skip
 
@@ -115,8 +130,7 @@ def stock(folder) -> dict[str, torch.Tensor]:
         (folder / f"{name}.json").write_text(json.dumps(described))
     videos, samples = [], []
     for number, ((model, _), case) in enumerate(CASES.items()):
-        vae = {TI2V: WAN_22, LTX_I2V: LTX_VAE}.get(case["node"], WAN_21)
-        module = "comfy_extras.nodes_lt" if case["node"] == LTX_I2V else "comfy_extras.nodes_wan"
+        vae, module = VAES.get(case["node"], WAN_21), MODULES.get(case["node"], "comfy_extras.nodes_wan")
         videos.append({"widgets": SIZE, "vae": vae, "module": module, **case})
         samples.append({**widgets(case), "model": str(folder / f"{model}.json"), **sockets(number, case)})
     samples += two_samplers(folder, number=len(samples))
@@ -153,8 +167,9 @@ def sockets(number: int, case: dict) -> dict:
     options = {key: f"videos.{number}.{key}" for key in keys} | {
         k: v for k, v in prompt.items() if v and k != "embedding"
     }
+    options |= {"pooled_output": None} if case["node"] == HUNYUAN_I2V else {}
     positive = [[prompt["embedding"], options]]
-    positive += [["a", {**options, "area": case["area"]}]] if "area" in case else []
+    positive += [[prompt["embedding"], {**options, "area": case["area"]}]] if "area" in case else []
     negative = {"a": "n", "words": "no words"}[prompt["embedding"]]
     mask = case.get("noise_mask", f"videos.{number}.noise_mask")
     masked = {"noise_mask": mask} if case["node"] in IN_LATENT and case.get("images") else {}
@@ -163,9 +178,11 @@ def sockets(number: int, case: dict) -> dict:
 
 
 def entry(name: str, options: dict, made: dict[str, torch.Tensor]) -> Conditioning:
-    named = {"concat_latent_image": "concat_latent", "clip_vision_output": "clip_vision"}
+    named = {"concat_latent_image": "concat_latent", "conditioning_byt5small": "second_embedding"}
     named |= {name: name for name in ("concat_mask", "attention_mask")}
     fields = {field: (INPUTS | made)[options[key]] for key, field in named.items() if key in options}
+    if "clip_vision_output" in options:
+        fields |= dict.fromkeys(("clip_vision", "clip_vision_last"), (INPUTS | made)[options["clip_vision_output"]])
     area = {"area": tuple(options["area"])} if "area" in options else {}
     return Conditioning(embedding=INPUTS[name], frame_rate=options.get("frame_rate"), **fields, **area)
 
@@ -214,6 +231,7 @@ FEW = [
     ("flf2v", "CLIP vision of the first alone"),
     ("ti2v", "a first frame"),
     ("ltx 0.9.5", "a mask of places"),
+    ("hunyuan 1.5", "a picture that CLIP vision saw, words in quotation marks"),
 ]
 PLACES = [(name, {"tensor": 2}) for name in FEW]
 MORE = [(name, degrees) for name in CASES for degrees in ({"tensor": 2}, {"ring": 2, "ulysses": 2})]

@@ -19,9 +19,9 @@ from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.protocol import Conditioning, Sample
 from runtime.settings import ModelSettings
-from tests.ranks import Case, relative_error, sample_request
+from tests.ranks import Case, reads_mask, relative_error, sample_request
 
-MASKED = [name for name, family in FAMILIES.items() if "attention_mask" in dict(family.inputs).values()]
+MASKED = [name for name, family in FAMILIES.items() if reads_mask(family)]
 
 
 def random_file(family: FamilySpec, path: Path) -> Path:
@@ -36,7 +36,7 @@ def sample(request: Sample) -> torch.Tensor:
     return pipeline.sample(request, progress=ignore_progress)
 
 
-@pytest.mark.parametrize("name", ["qwen", "zimage", "flux2", "chroma", "sd3", "lumina2"])
+@pytest.mark.parametrize("name", ["qwen", "zimage", "flux2", "chroma", "sd3", "lumina2", "hunyuan-1.5"])
 def test_a_file_gives_the_configuration_it_was_made_with(name, tmp_path):
     family = FAMILIES[name]
     facts = inspect_model(str(random_file(family, tmp_path / "model.safetensors")))
@@ -101,6 +101,17 @@ def test_a_mask_that_is_added_to_attention_is_refused(name):
         ("wan-i2v", {"embedding": torch.zeros(1, 600, 64)}, r"has 600 tokens, but Wan 2\.1 image to video takes 512"),
         ("wan-i2v", {"concat_latent": torch.zeros(1, 16, 3, 8, 8)}, r"has 3 frames, but the latent has 1"),
         ("wan2.2-i2v", {"concat_mask": torch.zeros(1, 1, 3, 8, 8)}, r"concat_mask.*\(1, 1, 3, 8, 8\)"),
+        ("wan", {"second_embedding": torch.zeros(1, 3, 1472)}, r"ByT5 says, but Wan .* does not read it"),
+        (
+            "hunyuan-1.5",
+            {"second_embedding": torch.zeros(1, 3, 1472)},
+            r"shape \(1, 3, 1472\).*takes \(batch, tokens, 24\)",
+        ),
+        (
+            "hunyuan-1.5",
+            {"clip_vision": torch.zeros(1, 9, 48), "clip_vision_last": None},
+            r"without the layer that HunyuanVideo 1\.5 reads",
+        ),
         ("ltx", {"frame_rate": 0.0}, r"frame_rate of 0: set more than 0"),
         ("qwen", {"references": (torch.zeros(1, 16, 1, 4, 4),), "reference_method": "uxo"}, r"'uxo'.*there are: index"),
         ("qwen", {"references": (torch.zeros(1, 4, 4, 4),)}, r"a reference latent has shape \(1, 4, 1, 4, 4\)"),

@@ -81,10 +81,14 @@ def test_references_and_a_picture_beside_the_latent_go_over_as_they_are(pack):
 
 
 def test_what_clip_vision_says_goes_over_by_the_states_that_models_read(pack):
-    states = torch.ones(1, 5, 8)
-    said = SimpleNamespace(penultimate_hidden_states=states, last_hidden_state=torch.zeros(1))
+    before, behind = torch.ones(1, 5, 8), torch.zeros(1, 5, 8)
+    said = SimpleNamespace(penultimate_hidden_states=before, last_hidden_state=behind, image_embeds=torch.ones(1))
     [converted] = pack.convert.to_conditioning(entry(clip_vision_output=said), "positive")
-    assert torch.equal(converted.clip_vision, states)
+    assert torch.equal(converted.clip_vision, before) and torch.equal(converted.clip_vision_last, behind)
+    [joined] = pack.convert.to_conditioning(
+        entry(clip_vision_output=SimpleNamespace(penultimate_hidden_states=before)), "positive"
+    )
+    assert torch.equal(joined.clip_vision, before) and joined.clip_vision_last is None
     with pytest.raises(ValueError, match=r"^positive: connect CLIP Vision Encode again: this input holds object"):
         pack.convert.to_conditioning(entry(clip_vision_output=object()), "positive")
 

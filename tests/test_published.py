@@ -24,6 +24,7 @@ LTX_13B = {"attention_head_dim": 128, "cross_attention_dim": 4096, "num_layers":
 WAN_5B = {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48}
 FLUX = {"num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "guidance_embeds": True}
 QWEN = {"num_layers": 60, "num_attention_heads": 24, "in_channels": 64, "out_channels": 16}
+HUNYUAN15 = ("hunyuan-1.5", "HunyuanVideo15Transformer3DModel", {})
 PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Wan 2.1 T2V 1.3B": ("wan", "WanTransformer3DModel", {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}),
     "Wan 2.1 T2V 14B": ("wan", "WanTransformer3DModel", WAN),
@@ -66,6 +67,10 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "pos_embed_max_size": 192,
         "qk_norm": "rms_norm"}),
     "Lumina-Image 2.0": ("lumina2", "Lumina2Transformer2DModel", {"cap_feat_dim": 2304}),
+    "HunyuanVideo 1.5 T2V 480p": HUNYUAN15,
+    "HunyuanVideo 1.5 I2V 480p": HUNYUAN15,
+    "HunyuanVideo 1.5 T2V 720p": HUNYUAN15,
+    "HunyuanVideo 1.5 I2V 720p": HUNYUAN15,
     "Z-Image Turbo": ("zimage", "ZImageTransformer2DModel", {"axes_lens": [1536, 512, 512]}),
 }  # fmt: skip
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -78,7 +83,9 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
                            {**QWEN, "use_additional_t_cond": True}),
     "Z-Image Omni": ("Z-Image Omni", "ZImageTransformer2DModel", {"siglip_feat_dim": 1152}),
     "LTX-2": ("LTX-2|looked for", "LTX2VideoTransformer3DModel", {"num_layers": 2}),
-    "HunyuanVideo": ("looked for", "HunyuanVideoTransformer3DModel", {}),
+    "HunyuanVideo": (r"HunyuanVideo 1\.0", "HunyuanVideoTransformer3DModel", {}),
+    "HunyuanVideo 1.5 I2V 480p, step-distilled": ("told the next timestep", "HunyuanVideo15Transformer3DModel", {"use_meanflow": True}),
+    "HunyuanVideo 1.5 super resolution 720p": ("98 input", "HunyuanVideo15Transformer3DModel", {"in_channels": 98}),
     "Sana": ("looked for", "SanaTransformer2DModel", {}),
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ import diffusers
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from diffusers.models import attention_dispatch
 from torch import nn
 
@@ -84,6 +85,8 @@ class Recorder:
 
     def attend(self, query, key, value, *, mask, scale):
         self.shapes.append(tuple(query.shape))
+        if mask is not None and mask.ndim == 2:  # of the text, which a `Sequence` would withhold
+            mask = F.pad(mask, (query.shape[1] - mask.shape[1], 0), value=True)[:, None, None]
         return attention(query, key, value, mask=mask, scale=scale)
 
 
@@ -93,14 +96,17 @@ def tiny(family, **changed) -> nn.Module:
 
 def inputs_of(family, text: int = 5) -> dict[str, Any]:
     """What the class takes for a latent of 2 x 4 tokens."""
-    channels = family.latent.channels + 20 * ("given frames" in family.beside)
-    latent = torch.randn(1, channels, *[1] * (family.latent.dims - 2 or family.listed), 4, 8)
+    latent = torch.randn(1, family.tiny["in_channels"], *[1] * (family.latent.dims - 2 or family.listed), 4, 8)
     text = family.text_length if family.picture_tokens else text
     sources = {
         "embedding": torch.randn(1, text, family.tiny[family.text_width]),
-        "attention_mask": torch.tensor([[True, True, False, True, False]]),
+        **dict.fromkeys(("attention_mask", "word_mask"), torch.tensor([[True, True, False, True, False]])),
         **dict.fromkeys(("video_places", "causal_video_places"), torch.rand(1, 3, 8)),
-        "clip_vision": torch.randn(1, 9, family.tiny.get("image_dim", 1)),
+        **dict.fromkeys(
+            ("clip_vision", "clip_vision_last"), torch.randn(1, 9, family.tiny.get(family.vision_width, 1))
+        ),
+        "second_embedding": torch.randn(1, 3, family.tiny.get(family.second_text_width, 1)),
+        "second_mask": torch.ones(1, 3, dtype=torch.bool),
         "pooled": torch.randn(1, family.tiny.get(family.pooled_width, 1)),
         "guidance": torch.tensor([3.5]),
         "image_ids": torch.randint(3, (8, 3)).float(),
@@ -119,8 +125,16 @@ def inputs_of(family, text: int = 5) -> dict[str, Any]:
     return {**inputs, family.time_input: torch.tensor([0.5 * family.timestep_scale])}
 
 
-TOKENS = {"zimage": {"image": 32, "text": 32}}
-"""Of `inputs_of` by stream, where a class fills them up; else there are 8, and those of the text."""
+TOKENS = {"zimage": {"image": 32, "text": 32}, "hunyuan-1.5": {"image": 32, "text": 5 + 3 + 9}}
+"""Of `inputs_of` by stream, where there are others than 8, and those of the prompt."""
+
+
+REPLICATED = {"hunyuan-1.5": {"context_embedder.token_refiner.refiner_blocks.0.attn"}}
+"""Attentions outside of the blocks, for which every rank has all tokens."""
+
+
+def attentions_of(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if hasattr(module, "processor")}
 
 
 def output_of(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
@@ -133,7 +147,8 @@ def output_of(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
 def test_the_attention_over_split_tokens_and_nothing_else_comes_to_us(family):
     model, inputs, recorder = tiny(family), inputs_of(family), Recorder()
     reference = output_of(model, inputs)
-    attentions = {name for name, module in model.named_modules() if hasattr(module, "processor")}
+    attentions = {name for name in attentions_of(model) if family.in_block(name)}
+    assert {name for name in attentions_of(model) if name not in attentions} == REPLICATED.get(family.name, set())
     ours = {name for name in attentions if re.fullmatch(family.self_attention, name)}
     for name in ours:
         route_attention(model.get_submodule(name), recorder)
@@ -186,7 +201,8 @@ def test_the_dispatcher_still_takes_what_we_hand_it():
     registry = attention_dispatch._AttentionBackendRegistry
     assert isinstance(registry._backends, dict)
     for family in FAMILIES.values():
-        processors = [module.processor for module in tiny(family).modules() if hasattr(module, "processor")]
+        model = tiny(family)
+        processors = [model.get_submodule(name).processor for name in attentions_of(model) if family.in_block(name)]
         assert processors
         for processor in processors:
             if type(processor).__name__ in WITHOUT_DISPATCH:

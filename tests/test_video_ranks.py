@@ -120,12 +120,35 @@ def ltx(model: torch.nn.Module, *, causal: bool = False) -> Velocity:
     return with_levels(predict)
 
 
+def hunyuan(model: torch.nn.Module) -> Velocity:
+    """As HunyuanVideo15ImageToVideoPipeline calls it."""
+
+    def velocity(x: torch.Tensor, sigma: torch.Tensor, prompt: Conditioning) -> torch.Tensor:
+        batch, form = len(x), FAMILIES["hunyuan-1.5"].latent
+        picture = prompt.concat_latent / form.std[0]
+        beside = (each.expand(batch, -1, -1, -1, -1) for each in (picture, 1 - prompt.concat_mask))
+        texts = [each.expand(batch, -1, -1) for each in (prompt.embedding, prompt.second_embedding)]
+        return model(
+            hidden_states=torch.cat([x, *beside], dim=1),
+            timestep=(sigma * 1000).expand(batch),
+            encoder_hidden_states=texts[0],
+            encoder_attention_mask=prompt.attention_mask.expand(batch, -1),
+            encoder_hidden_states_2=texts[1],
+            encoder_attention_mask_2=torch.ones(texts[1].shape[:2]),
+            image_embeds=prompt.clip_vision_last.expand(batch, -1, -1),
+            return_dict=False,
+        )[0]
+
+    return velocity
+
+
 CALLS = {
     "wan-i2v": (wan_of_pictures, (1, 16, 3, 6, 10), (2, 16, 2, 4, 4)),
     "wan2.2-i2v": (wan_of_pictures, (1, 16, 3, 6, 10), (2, 16, 2, 4, 4)),
     "wan2.2-ti2v": (wan_by_frames, (1, 48, 3, 6, 10), (2, 48, 2, 4, 4)),
     "ltx": (ltx, (1, 128, 3, 5, 7), (2, 128, 2, 3, 4)),
     "ltx-0.9.5": (partial(ltx, causal=True), (1, 128, 3, 5, 7), (2, 128, 2, 3, 4)),
+    "hunyuan-1.5": (hunyuan, (1, 32, 3, 5, 7), (2, 32, 2, 3, 4)),
 }
 """How the class of a family is called, and latents for it."""
 

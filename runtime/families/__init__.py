@@ -5,6 +5,7 @@ from __future__ import annotations
 from .chroma import CHROMA
 from .flux import FLUX, FLUX_CONTROL, FLUX_FILL, FLUX_SCHNELL
 from .flux2 import FLUX2
+from .hunyuan import HUNYUAN15
 from .ltx import LTX, LTX_CAUSAL
 from .lumina2 import LUMINA2
 from .qwen import QWEN, QWEN_2511
@@ -17,7 +18,7 @@ from .zimage import ZIMAGE
 FAMILIES: dict[str, FamilySpec] = {
     family.name: family
     for family in (
-        *(WAN, WAN_I2V, WAN22_I2V, WAN22_TI2V, LTX, LTX_CAUSAL),
+        *(WAN, WAN_I2V, WAN22_I2V, WAN22_TI2V, LTX, LTX_CAUSAL, HUNYUAN15),
         *(FLUX, FLUX_SCHNELL, FLUX_FILL, FLUX_CONTROL, QWEN, QWEN_2511, ZIMAGE, FLUX2, CHROMA, SD3, LUMINA2),
     )
 }

@@ -32,7 +32,8 @@ class TokenSplit:
     several ranks they are kept from the model, and attention itself leaves those tokens out. For that `joined` says in
     which order a rank's tokens of the streams stand in attention. Where it is given, no rank is without a token of any
     stream: one that would be gets a filling, which attention leaves out too. `alone` are patterns of those attentions that
-    go over the tokens of one stream, and that stream.
+    go over the tokens of one stream, and that stream. `on_one_rank`: one rank does the same, where the class would make a mask
+    of every query and every key.
     """
 
     split: tuple[TokenPlace, ...]
@@ -40,6 +41,7 @@ class TokenSplit:
     masks: tuple[TokenPlace, ...] = ()
     joined: tuple[str, ...] = ()
     alone: tuple[tuple[str, str], ...] = ()
+    on_one_rank: bool = False
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,10 @@ class FamilySpec:
     """The width of all heads, where that is given and no `head_dim`."""
     pooled_width: str = ""
     """Where it reads a pooled prompt."""
+    second_text_width: str = ""
+    """Where it reads what a second text encoder says, token by token."""
+    vision_width: str = ""
+    """Where it reads what CLIP vision says of a picture."""
     positions: str = ""
     """Where it has a table of positions: how many patches that goes to along each dim."""
 
@@ -84,6 +88,8 @@ class FamilySpec:
     blocks: tuple[str, ...]
     keep_float32: tuple[str, ...]
     rebuilt: tuple[Rebuilt, ...]
+    in_model_dtype: str = ""
+    """A pattern of the modules that are handed float32, and take the number format of their weights."""
     split: TokenSplit
     self_attention: str
     """A pattern of the modules whose attention runs over the split tokens."""
@@ -94,7 +100,8 @@ class FamilySpec:
     inputs: tuple[tuple[str, str], ...]
     """Which argument is which field of a conditioning, or what is worked out for it: `image_ids` and `text_ids` are
     (number, row, column), `image_places` and `text_places` have the place in the text behind them, `image_shapes` counts
-    patches, `whole_mask` is true for each word."""
+    patches, `whole_mask` is true for each token of the prompt, `word_mask` for each word, `second_mask` for each token of the
+    second encoder."""
     latent_input: str = "hidden_states"
     time_input: str = "timestep"
     timestep_scale: float = 1000.0
@@ -108,7 +115,7 @@ class FamilySpec:
     """It takes lists, with an item of the batch each, and pictures of one frame."""
     picture_tokens: str = ""
     """The module that embeds the tokens of a picture beside those of the prompt."""
-    beside: tuple[Literal["picture", "mask", "given frames"], ...] = ()
+    beside: tuple[Literal["picture", "mask", "given frames", "given places"], ...] = ()
     """What it takes beside the channels of the latent."""
     references: tuple[str, ...] = ()
     """The ways in which reference latents can be placed, its own one first."""

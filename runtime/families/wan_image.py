@@ -81,6 +81,7 @@ WAN_I2V = replace(
     tensor=replace(WAN.tensor, linears=(*WAN.tensor.linears, *PICTURE_LINEARS)),
     keep_float32=(*WAN.keep_float32, "norm1"),
     beside=("given frames", "picture"),
+    vision_width="image_dim",
     picture_tokens="condition_embedder",
     unused=r"blocks\.\d+\.attn2\.norm_added_q\.weight",
     boundary=0.0,
