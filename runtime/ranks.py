@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import threading
@@ -14,13 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .channel import Bell
+from .forks import Fork, Forks, can_fork, kill_group
 from .plan import Plan
 from .protocol import Memory, RankReport
 from .rank_settings import KeepSettings, RankSettings
 from .settings import ParallelSettings
 
 PACK_ROOT = Path(__file__).resolve().parent.parent
-WORKER = (sys.executable, "-m", "runtime.worker")
+WORKER_MODULE = "runtime.worker"
+WORKER = (sys.executable, "-m", WORKER_MODULE)
 LAST_LINES = 15
 _POSIX = os.name == "posix"
 
@@ -30,23 +31,10 @@ log = logging.getLogger("outrigger")
 class Rank:
     """One worker process. Its standard input is its lifeline: the worker ends when that does."""
 
-    def __init__(
-        self, settings: RankSettings, *, command: Sequence[str], environment: Mapping[str, str], bell: Bell
-    ) -> None:
+    def __init__(self, settings: RankSettings, *, process: subprocess.Popen[str] | Fork, bell: Bell) -> None:
         self.settings, self.ready, self.memory = settings, False, Memory()
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._process = subprocess.Popen(
-            list(command),
-            cwd=PACK_ROOT,
-            env=dict(environment),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=_POSIX,
-            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
-        )
+        self._process = process
         self._reader = threading.Thread(target=self._log_lines, daemon=True)
         self._waiter = threading.Thread(target=self._await_end, args=(bell,), daemon=True)
         self._reader.start()
@@ -71,10 +59,10 @@ class Rank:
 
     def kill(self) -> None:
         """End the process with everything it started. It has nothing to save."""
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL) if _POSIX else self._process.kill()
-        except (ProcessLookupError, PermissionError):
-            return  # it has ended already
+        if not _POSIX:
+            self._process.kill()
+        elif self._process.pid:
+            kill_group(self._process.pid)
 
     def join(self, seconds: float) -> None:
         """Wait until it has ended and its last lines are read."""
@@ -127,6 +115,9 @@ class Ranks:
         self._name = secrets.token_hex(4)
         self._store = home / f"store-{self._name}"
         environment = rank_environment(plan, os.environ)
+        forked = command == WORKER and can_fork(plan.devices)
+        self._forks = Forks(WORKER_MODULE, plan.world, environment=environment) if forked else None
+        started = self._forks.all if self._forks else [_started(command, environment) for _ in range(plan.world)]
         self.all = [
             Rank(
                 RankSettings(
@@ -140,11 +131,10 @@ class Ranks:
                     pool=pool.name if pool else "",
                     keep=keep,
                 ),
-                command=command,
-                environment=environment,
+                process=process,
                 bell=bell,
             )
-            for rank in range(plan.world)
+            for rank, process in enumerate(started)
         ]
 
     def by_identity(self, identity: bytes) -> Rank | None:
@@ -165,11 +155,28 @@ class Ranks:
         """Kill them all and remove what they leave. Their results that are being read stay readable."""
         for rank in self.all:
             rank.kill()
+        if self._forks:
+            self._forks.end()
         for rank in self.all:
             rank.join(5.0)
         self._store.unlink(missing_ok=True)
         for segment in self._pool.glob(f"{self._name}-*") if self._pool else ():
             segment.unlink(missing_ok=True)
+
+
+def _started(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        list(command),
+        cwd=PACK_ROOT,
+        env=dict(environment),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=_POSIX,
+        creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+    )
 
 
 def rank_environment(plan: Plan, inherited: Mapping[str, str]) -> dict[str, str]:

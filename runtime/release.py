@@ -15,6 +15,11 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    give_back()
+
+
+def give_back() -> None:
+    """Have the C library return what is free to the system."""
     with suppress(AttributeError, OSError, TypeError):  # glibc alone has it
         ctypes.CDLL(None).malloc_trim(0)
 

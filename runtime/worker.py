@@ -286,7 +286,12 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Be a rank with the engine."""
     from .loading import load_pipeline
 
     run(load=load_pipeline)
+
+
+if __name__ == "__main__":
+    main()

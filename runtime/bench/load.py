@@ -28,7 +28,7 @@ from ..pipeline import Pipeline
 from ..progress import ignore_progress
 from ..settings import ModelSettings
 from .offload import MIB, Size, write_model
-from .sides import needs_proc, run_sides, tell
+from .sides import needs_proc, run_forks, tell
 
 MODULE = "runtime.bench.load"
 RANKS = 2
@@ -53,7 +53,7 @@ def measure(*, size: Size = SIZE, rounds: int = ROUNDS) -> dict[str, Any]:
         file_bytes = write_model(Path(home), size)
         task = {"folder": home, "rounds": rounds}
         with watch:
-            sides = run_sides(MODULE, [[json.dumps({**task, "rank": rank})] for rank in range(RANKS)], began=watch.add)
+            sides = run_forks(MODULE, [{**task, "rank": rank} for rank in range(RANKS)], began=watch.add)
     seconds = {plan: statistics.median(end - start for start, end in sides[0][plan]) for plan in PLANS}
     peaks = {plan: max(watch.most(*window) for window in sides[0][plan]) for plan in PLANS}
     read = statistics.median(sides[0]["read"])
@@ -69,16 +69,16 @@ def measure(*, size: Size = SIZE, rounds: int = ROUNDS) -> dict[str, Any]:
 
 def described(figures: dict[str, Any]) -> str:
     """The figures for a reader."""
-    read, size = figures["sequential_read_seconds"], figures["file_bytes"]
+    read, size, base = (figures[name] for name in ("sequential_read_seconds", "file_bytes", "base_bytes"))
     lines = [
         f"  {plan} {RANKS}: {each['seconds']:.2f} s, {each['seconds'] / read:.2f} times; peak {each['peak_bytes'] / MIB:.0f} MiB, "
-        f"{each['peak_bytes'] / size:.3f} times the file"
+        f"{each['peak_bytes'] / size:.3f} times the file in all, {(each['peak_bytes'] - base) / size:.3f} without the ranks' own"
         for plan, each in figures["plans"].items()
     ]
     return "\n".join(
         [
             f"A file of {size / MIB:.0f} MiB is read from start to end in {read:.2f} s; loaded onto {RANKS} ranks, which take "
-            f"{figures['base_bytes'] / MIB:.0f} MiB without it:",
+            f"{base / MIB:.0f} MiB without it:",
             *lines,
         ]
     )
@@ -170,10 +170,6 @@ def shared_once(pid: int) -> int:
     return int(lines["Pss"].split()[0]) * 1024
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """One rank, in this process."""
-    tell(_side(json.loads(arguments[0])))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    tell(_side(json.loads(sys.stdin.readline())))

@@ -6,13 +6,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import Refused
+from ..forks import Forks
 
 PACK_ROOT = Path(__file__).resolve().parents[2]
+POLL_SECONDS = 0.02
+MOST = 2000
+"""Characters that an error shows of what a side has said."""
 
 
 def needs_proc(suite: str) -> None:
@@ -28,8 +33,7 @@ def run_sides(
 
     `began` is given the number of each process. Raises `RuntimeError` when one of them fails.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    options = {"cwd": PACK_ROOT, "env": environment, "stdout": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    options = {"cwd": PACK_ROOT, "env": _one_thread(), "stdout": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     processes = [subprocess.Popen([sys.executable, "-m", module, *each], **options) for each in arguments]
     try:
         for process in processes:
@@ -42,6 +46,35 @@ def run_sides(
     if any(process.returncode for process in processes):
         raise RuntimeError(f"a side of the bench ended with {[process.returncode for process in processes]}")
     return [json.loads(each.splitlines()[-1]) for each in printed]
+
+
+def run_forks(module: str, tasks: Sequence[Any], *, began: Callable[[int], None]) -> list[Any]:
+    """What `main` of a module tells of each task, which it reads as JSON; in processes that are forked from one, as the ranks
+    of the sidecar are. `began` is given the number of each process. Raises `RuntimeError` when one of them fails.
+    """
+    forks = Forks(module, len(tasks), environment=_one_thread())
+    began(forks.pid)
+    try:
+        for fork, task in zip(forks.all, tasks, strict=True):
+            fork.stdin.write(json.dumps(task) + "\n")
+            fork.stdin.flush()
+        while any(not fork.pid and fork.returncode is None for fork in forks.all):
+            time.sleep(POLL_SECONDS)
+        for fork in forks.all:
+            began(fork.pid)
+        printed = [fork.stdout.read() for fork in forks.all]
+        statuses = [fork.wait() for fork in forks.all]
+    finally:
+        forks.kill()
+    if any(statuses):
+        raise RuntimeError(
+            f"a side of the bench ended with {statuses}:\n" + "\n".join(each[-MOST:] for each in printed)
+        )
+    return [json.loads(each.splitlines()[-1]) for each in printed]
+
+
+def _one_thread() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def tell(figures: Any) -> None:
