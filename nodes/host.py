@@ -75,8 +75,11 @@ def cpu_noise_offset() -> int:
 
 
 def to_intermediate(tensor: Any) -> Any:
-    """The tensor where ComfyUI keeps what travels between nodes: on the processor, unless told otherwise."""
-    return tensor.to(comfy.model_management.intermediate_device())
+    """The tensor as ComfyUI keeps what travels between nodes: on the processor, unless told otherwise, and in the precision
+    that newer versions have a setting for (`--fp16-intermediates`).
+    """
+    dtype = getattr(comfy.model_management, "intermediate_dtype", lambda: None)()
+    return tensor.to(device=comfy.model_management.intermediate_device(), dtype=dtype)
 
 
 def compute_device() -> Any:

@@ -38,16 +38,25 @@ def sigmas_of(request: Sample, table: FlowTable) -> torch.Tensor:
 
 
 def noise_of(request: Sample, latent: torch.Tensor) -> torch.Tensor:
-    """The noise to start from, of the latent's shape, on the CPU. Raises `ValueError` for noise of another shape."""
-    if request.noise is not None:
-        noise = request.noise.float().cpu()
-        noise = noise.unsqueeze(2) if noise.ndim == latent.ndim - 1 else noise
-        if noise.shape != latent.shape:
-            raise ValueError(
-                f"the noise has shape {tuple(noise.shape)}, but this model samples {tuple(latent.shape)}: connect a latent "
-                f"of this model, so that the noise is made for it"
-            )
-        return noise
-    if not request.settings.add_noise:
+    """The noise to start from, of the latent's shape, float32 on the CPU. Raises `ValueError` for noise of another shape.
+
+    It is drawn as exact as the latent came: ComfyUI with `--fp16-intermediates` rounds it, too.
+    """
+    if request.noise is None and not request.settings.add_noise:
         return torch.zeros_like(latent)
-    return draw_noise(latent.shape, seed=request.settings.seed, batch_index=request.batch_index)
+    dtype = request.latent.dtype if request.latent.is_floating_point() else torch.float32
+    drawn = {"seed": request.settings.seed, "batch_index": request.batch_index, "dtype": dtype}
+    if request.noise is None:
+        return draw_noise(latent.shape, **drawn).float()
+    noise = request.noise.float().cpu()
+    noise = noise.unsqueeze(2) if noise.ndim == latent.ndim - 1 else noise
+    if noise.shape == latent.shape:
+        return noise
+    if not noise.any():
+        return torch.zeros_like(latent)
+    if torch.equal(noise, draw_noise(request.noise.shape, **drawn).float().view_as(noise)):
+        return draw_noise(latent.shape, **drawn).float()  # made for an empty latent, before it took the model's shape
+    raise ValueError(
+        f"the noise has shape {tuple(noise.shape)}, but this model samples {tuple(latent.shape)}: connect a latent "
+        f"of this model, so that the noise is made for it"
+    )

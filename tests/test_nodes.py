@@ -181,6 +181,14 @@ def test_latent_keeps_unknown_keys_and_drops_what_ksampler_drops(pack):
     assert torch.equal(like["samples"], torch.zeros(1))
 
 
+def test_latents_and_pictures_have_the_precision_that_newer_comfyuis_have_a_setting_for(pack, monkeypatch):
+    assert pack.convert.from_latent(torch.ones(2), {})["samples"].dtype == torch.float32
+    management = pack.host.comfy.model_management
+    monkeypatch.setattr(management, "intermediate_dtype", lambda: torch.float16, raising=False)
+    assert pack.convert.from_latent(torch.ones(2), {})["samples"].dtype == torch.float16
+    assert pack.convert.from_images(torch.ones(2)).dtype == torch.float16
+
+
 def test_latent_made_in_inference_mode_can_be_sent(pack):
     with torch.inference_mode():
         latent = {"samples": torch.zeros(1, 16, 1, 4, 4).transpose(3, 4)}

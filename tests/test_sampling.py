@@ -9,10 +9,12 @@ import torch
 import torchsde
 
 from runtime import sampling
+from runtime.protocol import Conditioning, Sample
+from runtime.sample_inputs import noise_of
 from runtime.sampling.brownian import BrownianMotion
 from runtime.sampling.latents import scale_noise, unscale_noise
 from runtime.sampling.noise import brownian_noise, step_noise
-from runtime.settings import SAMPLER_NAMES, SCHEDULER_NAMES
+from runtime.settings import SAMPLER_NAMES, SCHEDULER_NAMES, ModelSettings, SampleSettings
 
 TABLE = sampling.FlowTable(shift=3.0)
 SHAPE = (2, 16, 1, 4, 6)
@@ -67,6 +69,34 @@ def test_batch_index_picks_the_noise_of_a_larger_batch():
     assert torch.equal(picked, batch[[3, 1, 3]])
     with pytest.raises(ValueError, match="each of 2"):
         sampling.draw_noise((2, 4, 4, 4), seed=7, batch_index=(1,))
+
+
+def starting_noise(latent: torch.Tensor, noise: torch.Tensor | None = None, shape=SHAPE) -> torch.Tensor:
+    """What a request with this latent and seed 7 starts from, in a model that samples in `shape`."""
+    request = Sample(
+        job="noise",
+        model=ModelSettings(model="tiny-shapes"),
+        settings=SampleSettings(seed=7),
+        positive=(Conditioning(embedding=torch.zeros(1, 1, 1)),),
+        latent=latent,
+        noise=noise,
+    )
+    return noise_of(request, torch.zeros(shape))
+
+
+def test_noise_for_a_latent_in_half_precision_is_rounded_to_it():
+    exact = sampling.draw_noise(SHAPE, seed=7)
+    assert torch.equal(starting_noise(torch.zeros(SHAPE)), exact)
+    assert torch.equal(starting_noise(torch.zeros(SHAPE, dtype=torch.float16)), exact.half().float())
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 4, 6), (2, 4, 1, 4, 6), (2, 16, 2, 3)])
+def test_noise_of_a_seed_for_an_empty_latent_of_another_model_is_drawn_for_this_one(shape):
+    latent = torch.zeros(shape)
+    assert torch.equal(starting_noise(latent, sampling.draw_noise(shape, seed=7)), sampling.draw_noise(SHAPE, seed=7))
+    assert not starting_noise(latent, latent).any()
+    with pytest.raises(ValueError, match="the noise has shape"):
+        starting_noise(latent, sampling.draw_noise(shape, seed=8))
 
 
 def test_noise_between_steps_differs_from_the_starting_noise():
