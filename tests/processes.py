@@ -1,4 +1,8 @@
-"""Run a function on several ranks as real processes over gloo: `python -m tests.processes MODULE:FUNCTION FOLDER RANK DEGREES`."""
+"""Run a function on several ranks as real processes over gloo: `python -m tests.processes MODULE:FUNCTION FOLDER DEGREES KIND`.
+
+The process that is started imports what they need, and its children are the ranks: to import takes longer than most of what
+they are asked. On devices of KIND "cuda" each starts anew, and speaks over NCCL.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,14 @@ import gc
 import importlib
 import json
 import math
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -19,45 +27,66 @@ from safetensors.torch import load_file, save_file
 from runtime.mesh import Mesh
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_SECONDS = 300
+TIMEOUT_SECONDS = 600
+
+Work = Callable[[Mesh, Path], dict[str, torch.Tensor]]
 
 
-def run_ranks(module: str, arguments: Sequence[Sequence[str]], *, seconds: float = TIMEOUT_SECONDS) -> None:
-    """Run `python -m MODULE ARGUMENTS` for the arguments of each rank, all at once, and wait. Raises what one of them said
-    when it fails.
+def run_as_processes(
+    function: str, degrees: dict[str, int], folder: Path, *, kind: str = "cpu"
+) -> list[dict[str, torch.Tensor]]:
+    """The tensors by name that `function(mesh, folder)` gives on each rank. `function` is "module:name". Raises what a rank
+    said when one fails.
     """
+    command = [sys.executable, "-m", "tests.processes", function, str(folder), json.dumps(degrees), kind]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen([sys.executable, "-m", module, *each], **options) for each in arguments]
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=seconds)
-            if process.returncode:
-                raise RuntimeError(output)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    with subprocess.Popen(command, **options, start_new_session=True) as starter:
+        try:
+            output, _ = starter.communicate(timeout=TIMEOUT_SECONDS)
+        finally:
+            _kill_all(starter)
+    if starter.returncode:
+        raise RuntimeError(output)
+    return [load_file(folder / f"rank-{rank}.safetensors") for rank in range(math.prod(degrees.values()))]
 
 
-def run_as_processes(function: str, degrees: dict[str, int], folder: Path) -> list[dict[str, torch.Tensor]]:
-    """The tensors by name that `function(mesh, folder)` gives on each rank. `function` is "module:name"."""
-    ranks = range(math.prod(degrees.values()))
-    run_ranks("tests.processes", [[function, str(folder), str(rank), json.dumps(degrees)] for rank in ranks])
-    return [load_file(folder / f"rank-{rank}.safetensors") for rank in ranks]
+def _kill_all(starter: subprocess.Popen) -> None:
+    if os.name == "posix":
+        with suppress(ProcessLookupError):
+            os.killpg(starter.pid, signal.SIGKILL)
+    starter.kill()
 
 
-def main(function: str, folder: Path, rank: int, degrees: dict[str, int]) -> None:
-    """One process; its tensors go to `rank-N.safetensors`."""
+def start(function: str, folder: Path, degrees: dict[str, int], kind: str) -> int:
+    """Start the ranks and wait for them; the first that fails ends the others. The exit status."""
+    module, _, name = function.partition(":")
+    work = getattr(importlib.import_module(module), name)
+    context = multiprocessing.get_context("fork" if kind == "cpu" and sys.platform == "linux" else "spawn")
+    ranks = [
+        context.Process(target=run_rank, args=(work, folder, rank, degrees, kind), daemon=True)
+        for rank in range(math.prod(degrees.values()))
+    ]
+    for rank in ranks:
+        rank.start()
+    while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
+        wait(running)
+        if any(rank.exitcode for rank in ranks):
+            return 1
+    return 0
+
+
+def run_rank(work: Work, folder: Path, rank: int, degrees: dict[str, int], kind: str) -> None:
+    """One rank; its tensors go to `rank-N.safetensors`."""
     torch.set_num_threads(1)
     gc.freeze()  # what was imported stays, and need not be gone through after each load
-    mesh = Mesh.join(degrees, rank=rank, device="cpu", init_method=f"file://{folder / 'store'}")
-    module, _, name = function.partition(":")
-    results = getattr(importlib.import_module(module), name)(mesh, folder)
+    device = f"cuda:{rank}" if kind == "cuda" else "cpu"
+    mesh = Mesh.join(degrees, rank=rank, device=device, init_method=f"file://{folder / 'store'}")
+    results = work(mesh, folder)
     save_file({name: tensor.contiguous() for name, tensor in results.items()}, folder / f"rank-{rank}.safetensors")
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))
+    sys.exit(start(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]))

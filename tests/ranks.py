@@ -1,14 +1,9 @@
-"""Run the engine on several ranks: as real processes over gloo, or as threads of this process.
-
-`python -m tests.ranks FOLDER RANK KIND` is one process (KIND of device: cpu or cuda): it works through the cases in FOLDER/cases.json.
-"""
+"""Run the engine on several ranks: as real processes over gloo, or as threads of this process."""
 
 from __future__ import annotations
 
-import gc
 import json
 import math
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 
 from runtime.families import FAMILIES
 from runtime.families.spec import FamilySpec
@@ -27,10 +21,7 @@ from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.protocol import Conditioning, Sample
 from runtime.settings import LoraSettings, MemorySettings, ModelSettings, SampleSettings
-from tests.processes import run_ranks
-
-TIMEOUT_SECONDS = 600
-
+from tests.processes import TIMEOUT_SECONDS, run_as_processes
 
 REGIONS: dict[str, dict[str, list[dict[str, Any]]]] = {
     "": {"positive": [{}], "negative": [{}]},
@@ -188,10 +179,8 @@ def run_cases_as_processes(cases: Sequence[Case], folder: Path, *, kind: str = "
 
     Over gloo on the processor, over NCCL with a GPU for each rank when `kind` is "cuda".
     """
-    world = math.prod(cases[0].degrees.values())
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
-    run_ranks("tests.ranks", [[str(folder), str(rank), kind] for rank in range(world)], seconds=TIMEOUT_SECONDS)
-    results = [load_file(folder / f"rank-{rank}.safetensors") for rank in range(world)]
+    results = run_as_processes("tests.ranks:work_through", cases[0].degrees, folder, kind=kind)
     return [[result[str(number)] for result in results] for number in range(len(cases))]
 
 
@@ -227,22 +216,16 @@ def run_as_threads(degrees: dict[str, int], function: Callable[[Mesh], Any]) -> 
     return results
 
 
-def main(folder: Path, rank: int, kind: str) -> None:
-    """One process: the cases of the folder, in order; its latents go to `rank-N.safetensors`."""
-    torch.set_num_threads(1)
-    gc.freeze()  # what was imported stays, and need not be gone through after each load
+def work_through(mesh: Mesh, folder: Path) -> dict[str, torch.Tensor]:
+    """The latents of the folder's cases on this rank, by number."""
     cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
-    device = f"cuda:{rank}" if kind == "cuda" else "cpu"
-    mesh = Mesh.join(cases[0].degrees, rank=rank, device=device, init_method=f"file://{folder / 'store'}")
     results, pipelines = {}, {}
     for number, (before, case) in enumerate(zip([cases[0], *cases], cases, strict=False)):
         if case.degrees != before.degrees:
             leave(mesh)
-            mesh, pipelines = Mesh.of_world(case.degrees, device=device), {}
+            mesh, pipelines = Mesh.of_world(case.degrees, device=mesh.device), {}
         results[str(number)] = run_case(case, mesh, pipelines)
-    save_file(results, folder / f"rank-{rank}.safetensors")
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 def leave(mesh: Mesh) -> None:
@@ -251,7 +234,3 @@ def leave(mesh: Mesh) -> None:
     for group in mesh._groups.values():
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

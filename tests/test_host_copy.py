@@ -28,9 +28,9 @@ from tests.processes import ROOT, run_as_processes
 from tests.ranks import run_as_threads
 
 MIB = 1 << 20
-SMALL = Size(width=512, feed_forward=2048, layers=4)
+SMALL = Size(width=512, feed_forward=2048, layers=8)
 LARGE = Size(layers=7)
-"""64 MiB, and 1 GiB."""
+"""128 MiB, and 1 GiB."""
 ONE_COPY = 1.2
 WAYS = {
     "as in the file": {"dtype": "fp32"},
