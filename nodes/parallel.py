@@ -47,7 +47,7 @@ class OutriggerParallelism(io.ComfyNode):
                 _degree(
                     "cfg",
                     "2: positive and negative prompt are computed at the same time, one half of the ranks each. 3: with a "
-                    "middle prompt, one third each.",
+                    "middle or an empty prompt, one third each.",
                 ),
                 _degree("data", "Each rank computes some items of the batch. Of use with a batch only."),
             ],

@@ -64,6 +64,23 @@ class OutriggerSamplerAdvanced(io.ComfyNode):
                 guidance(
                     "cfg_middle", "How far middle is moved away from negative. Without a middle prompt it does nothing."
                 ),
+                io.Conditioning.Input(
+                    "empty_conditioning",
+                    optional=True,
+                    tooltip=(
+                        "The empty prompt, as in PerpNegGuider: of negative only what has nothing to do with positive is "
+                        "then taken away."
+                    ),
+                ),
+                io.Float.Input(
+                    "neg_scale",
+                    optional=True,
+                    default=1.0,
+                    min=0.0,
+                    max=100.0,
+                    step=0.01,
+                    tooltip="How much of it is taken away. Without an empty_conditioning it does nothing.",
+                ),
             ],
             outputs=[
                 io.Latent.Output(
@@ -74,7 +91,7 @@ class OutriggerSamplerAdvanced(io.ComfyNode):
             hidden=[io.Hidden.unique_id],
         )
         return searchable(
-            schema, "ksampler advanced", "samplercustom", "sigmas", "leftover noise", "refiner", "dual cfg"
+            schema, "ksampler advanced", "samplercustom", "sigmas", "leftover noise", "refiner", "dual cfg", "perp-neg"
         )
 
     @classmethod
@@ -117,6 +134,8 @@ class OutriggerSamplerAdvanced(io.ComfyNode):
         base_shift: float = 0.5,
         middle: Any = None,
         cfg_middle: float = 5.0,
+        empty_conditioning: Any = None,
+        neg_scale: float = 1.0,
     ) -> io.NodeOutput:
         widgets = in_our_words(
             settings.SampleSettings,
@@ -133,15 +152,24 @@ class OutriggerSamplerAdvanced(io.ComfyNode):
             max_shift=max_shift,
             base_shift=base_shift,
             cfg_middle=None if middle is None else cfg_middle,
+            neg_scale=None if empty_conditioning is None else neg_scale,
         )
         convert.to_latent(latent_image, "latent_image")
         given = {
             "sigmas": convert.to_sigmas(sigmas, "sigmas"),
             "noise": convert.to_noise(noise, latent_image, "noise"),
-            "middle": () if middle is None else convert.to_conditioning(middle, "middle"),
+            "middle": _between(middle, empty_conditioning),
         }
         display = NodeDisplay(cls.hidden.unique_id, stage="sampling")
         return io.NodeOutput(sampled(model, widgets, positive, negative, latent_image, display=display, **given))
+
+
+def _between(middle: Any, empty_conditioning: Any) -> tuple:
+    """The prompt between positive and negative; none where nothing is connected."""
+    for name, prompt in (("middle", middle), ("empty_conditioning", empty_conditioning)):
+        if prompt is not None:
+            return convert.to_conditioning(prompt, name)
+    return ()
 
 
 def _switch(name: str, default: str, tooltip: str) -> io.Input:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from .commands import COMMANDS
+from .commands.output import refused
 from .commands.parser import parser_of
 from .errors import SidecarError
 
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reason = _of_system(error) if isinstance(error, OSError) else str(error)
         print(f"error: {reason}", file=sys.stderr)
         if getattr(chosen, "json", False):
-            print(json.dumps({"ok": False, "reason": reason}))
+            print(json.dumps(refused(reason, error)))
         return 1
 
 

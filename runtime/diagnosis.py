@@ -123,8 +123,10 @@ def _shared_memory() -> dict[str, int]:
 def _advice(machine: Machine, *, missing: bool) -> Iterator[str]:
     if missing:
         yield f'run "{sys.executable} -m pip install -r {PACK_ROOT / "requirements.txt"}"; torch is installed with ComfyUI'
-    if not machine.cuda and (_version("torch") or "").endswith("+cpu"):
-        yield "torch is built for the processor alone: install one with CUDA, if this machine has an NVIDIA GPU"
+    if machine.why:
+        yield machine.why
+    if len(machine.cuda) > machine.most_gpus:
+        yield "GPUs talk to each other through NCCL, which torch has on Linux alone: use WSL 2 to have them work together"
     if SHARED_MEMORY.is_dir() and _shared_memory()["bytes"] < SMALL_SHARED_MEMORY:
         yield f"{SHARED_MEMORY} is small, so large tensors take a slower way: start Docker with --shm-size=8g"
     if nunchaku_package() == "other":

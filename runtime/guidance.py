@@ -77,8 +77,10 @@ class Denoiser:
 
     `branches` go from the prompt that is wanted to the one that is not (positive, negative; or positive, middle, negative,
     as in ComfyUI's DualCFGGuider). `scales` has one number for each but the last: how far it is moved away from the next.
+    With `perpendicular` there are three, and the middle one is moved away from what the last has of its own (Perp-Neg).
     A branch is one entry, or several whose predictions are averaged by weight. The last may be empty; then, and with a
-    scale of 1 before it, it is left out, and so on. `keep_last` is for samplers that ask for the last one in any case.
+    scale before it that leaves it without effect, it is left out, and so on. `keep_last` is for samplers that ask for the
+    last one in any case.
     The ranks of a `group` share the branches, so that prompts and entries may differ in length and number; with a single
     branch all of them evaluate that one.
     """
@@ -92,8 +94,10 @@ class Denoiser:
         batch: int,
         group: dist.ProcessGroup | None = None,
         keep_last: bool = False,
+        perpendicular: bool = False,
     ) -> None:
-        count = count_branches(branches, scales, keep_last=keep_last)
+        count = count_branches(branches, scales, keep_last=keep_last, perpendicular=perpendicular)
+        self._guide = _guided_away if perpendicular and count == 3 else _guided
         branches, self._scales = branches[:count], scales[: count - 1]
         self._predict, self._group = predict, group if count > 1 else None
         if self._group is not None:
@@ -117,10 +121,7 @@ class Denoiser:
     def both(self, x: torch.Tensor, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The guided prediction and that of the last branch; where there is one branch it stands for both."""
         predicted = self._gathered(self._predicted(x, sigma), x)
-        guided = last = predicted[-1]
-        for number in reversed(range(len(predicted) - 1)):
-            guided = (predicted[number] - predicted[number + 1]).mul_(self._scales[number]).add_(guided)
-        return guided, last
+        return self._guide(predicted, self._scales), predicted[-1]
 
     def _gathered(self, predicted: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
         """The prediction of every branch."""
@@ -151,6 +152,25 @@ class Denoiser:
                 listed += [(number, entry) for entry in _defaults(branch, x)]
             self._plans[used] = _joined(listed)
         return self._plans[used]
+
+
+def _guided(predicted: Sequence[torch.Tensor], scales: Sequence[float]) -> torch.Tensor:
+    """Each prediction moved away from the next, from the last one on."""
+    guided = predicted[-1]
+    for number in reversed(range(len(predicted) - 1)):
+        guided = (predicted[number] - predicted[number + 1]).mul_(scales[number]).add_(guided)
+    return guided
+
+
+def _guided_away(predicted: Sequence[torch.Tensor], scales: Sequence[float]) -> torch.Tensor:
+    """Perp-Neg (Armandpour et al. 2023, arXiv:2304.04968) over the whole batch, as in ComfyUI's PerpNegGuider: of the
+    negative direction only what is perpendicular to the positive one counts.
+    """
+    positive, empty, negative = predicted
+    cfg, neg_scale = scales
+    wanted, unwanted = positive - empty, negative - empty
+    perpendicular = unwanted - (unwanted * wanted).sum() / wanted.norm() ** 2 * wanted
+    return empty + cfg * (wanted - neg_scale * perpendicular)
 
 
 def repeat_to_batch(conditioning: Conditioning, batch: int) -> Conditioning:

@@ -71,7 +71,7 @@ class Needs:
         if 1 < load.branches < cfg:
             return (
                 f"cfg {cfg} computes {cfg} prompts at the same time, but guidance evaluates {load.branches} here: the third is "
-                f"the middle one of the Sampler (Advanced)"
+                f"middle or empty_conditioning of the Sampler (Advanced)"
             )
         if degrees.get("data", 1) > load.batch:
             return f"data {degrees['data']} shares the items of a batch out, but this latent has {load.batch}"

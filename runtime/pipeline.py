@@ -214,6 +214,7 @@ class Pipeline:
             batch=x.shape[0],
             group=self._mesh.group("cfg"),
             keep_last=SAMPLERS[request.settings.sampler_name].negative,
+            perpendicular=request.settings.is_perpendicular,
         )
         self._sequence.share(over_cfg=not denoiser.uses_group)
         return denoiser

@@ -11,19 +11,19 @@ from .degrees import Degrees
 from .errors import Refused
 from .experts import inspect_settings
 from .footprint import ON_DEVICE
-from .gain import saves_time
 from .inspection import ModelFacts
 from .lora.size import numbers_beside
 from .machine import Machine
 from .needs import MOST_BRANCHES, USUAL_BRANCHES, Needs
 from .parts import check_offload, check_parts
 from .protocol import Sample, Work
+from .reason import gib, reason_of
 from .settings import AXES, MAX_DEGREE, MemorySettings, ModelSettings, ParallelSettings, formula
 from .stored import GROUPS
 from .without_spec import pipeline_without_spec, plan_alone
 from .workload import Workload
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def make_plan(
     return Plan(
         **vars(chosen),
         devices=devices,
-        reason=_reason(parallel, needs, machine, devices, chosen),
+        reason=reason_of(parallel, needs, machine, devices, chosen),
         bytes_per_rank=needs.bytes_per_rank(chosen.tensor),
         activation_bytes=needs.activation_bytes(chosen),
         tolerance=tolerance_for(needs.dtype, four_bit=any(stored.kind in GROUPS for stored in facts.stored.values())),
@@ -152,6 +152,11 @@ def _problem(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, ho
     if _kind(parallel, machine) == "cuda" and (missing := _missing_gpus(parallel, machine)):
         return missing
     devices = _devices(parallel, machine)
+    if devices[0] != "cpu" and len(devices) > 1 and not machine.has_nccl:
+        return (
+            f"{len(devices)} GPUs talk to each other through NCCL, which torch has on Linux alone: run ComfyUI there (on "
+            f"Windows in WSL 2)"
+        )
     if len(devices) > MAX_DEGREE:
         asked = f"{_formula(parallel)} = {len(devices)}" if parallel.devices == "auto" else parallel.devices
         return f"{asked} is more than {MAX_DEGREE} ranks"
@@ -178,9 +183,9 @@ def _too_large(needs: Needs, devices: Sequence[str], degrees: Degrees) -> str:
     work = needs.activation_bytes(degrees)
     offload = "" if needs.offloaded.lacks(degrees) else "; with offload layerwise (Configure Memory) they fit"
     return (
-        f"the weights of {needs.facts.name} take {_gib(needs.bytes_per_rank(degrees.tensor))} on each rank at tensor "
-        f"{degrees.tensor}{f' and a step {_gib(work)} more' if work else ''}, but {', '.join(devices)} "
-        f"{'have' if devices[1:] else 'has'} {_gib(needs.memory)}{offload}"
+        f"the weights of {needs.facts.name} take {gib(needs.bytes_per_rank(degrees.tensor))} on each rank at tensor "
+        f"{degrees.tensor}{f' and a step {gib(work)} more' if work else ''}, but {', '.join(devices)} "
+        f"{'have' if devices[1:] else 'has'} {gib(needs.memory)}{offload}"
     )
 
 
@@ -192,7 +197,7 @@ def _kind(parallel: ParallelSettings, machine: Machine) -> str:
 
 def _missing_gpus(parallel: ParallelSettings, machine: Machine) -> str:
     present = len(machine.cuda)
-    has = f"this machine has {present or 'no'} GPU{'s'[: present != 1]}"
+    has = f"this machine has {present or 'no'} GPU{'s'[: present != 1]}{machine.because}"
     if parallel.devices == "auto":
         needed = parallel.product
         return f"{_formula(parallel)} = {needed} needs {needed} GPUs, but {has}" if needed > present else ""
@@ -205,12 +210,12 @@ def _numbers(parallel: ParallelSettings) -> list[int]:
 
 
 def _devices(parallel: ParallelSettings, machine: Machine) -> tuple[str, ...]:
-    """The device of each rank. On auto with no degree set that is every GPU: a ring takes any number."""
+    """The device of each rank. On auto with no degree set that is every GPU of use: a ring takes any number."""
     cpu, count = _kind(parallel, machine) == "cpu", parallel.product
     if parallel.devices != "auto":
         return ("cpu",) * parallel.device_count if cpu else tuple(f"cuda:{number}" for number in _numbers(parallel))
     if not parallel.set_degrees:
-        count = max(len(machine.cuda), 1)
+        count = max(machine.most_gpus, 1)
     return ("cpu",) * count if cpu else tuple(f"cuda:{number}" for number in range(count))
 
 
@@ -225,7 +230,7 @@ def _nearest(
     usable = _usable_gpus(parallel, machine)
     largest = sorted(range(len(machine.cuda)), key=lambda number: -machine.cuda[number].memory_mib)
     for numbers in (usable, list(range(len(machine.cuda))), largest):
-        most = len(numbers) if usable else wanted
+        most = min(len(numbers), machine.most_gpus) if usable else wanted
         for count in sorted(range(1, most + 1), key=lambda count: abs(count - wanted)):
             devices = [f"cuda:{number}" for number in numbers[:count]] if usable else ["cpu"] * count
             needs = _needs(facts, machine, devices, holding)
@@ -265,10 +270,6 @@ def _usable_gpus(parallel: ParallelSettings, machine: Machine) -> list[int]:
 # In words -----------------------------------------------------------------------------------------------------------
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"
-
-
 def _formula(parallel: ParallelSettings) -> str:
     return formula(parallel.set_degrees) or "no degree set"
 
@@ -276,28 +277,3 @@ def _formula(parallel: ParallelSettings) -> str:
 def _described(parallel: ParallelSettings) -> str:
     degrees = ", ".join(f"{axis} {degree}" for axis, degree in parallel.set_degrees.items())
     return f"devices {parallel.devices}, {degrees}"
-
-
-def _reason(
-    parallel: ParallelSettings, needs: Needs, machine: Machine, devices: tuple[str, ...], chosen: Degrees
-) -> str:
-    """Why this plan, in a sentence or two."""
-    count = len(devices)
-    if parallel.devices == "auto" and not parallel.set_degrees:
-        if not machine.cuda:
-            return "No GPU: one process with all cores is as fast as several on a CPU"
-        why = f"{count} GPU{'s'[: count > 1]}"
-    else:
-        why = f"{count} rank{'s'[: count > 1]} on {'the CPU' if devices[0] == 'cpu' else ', '.join(devices)}"
-    if count == 1:
-        return why
-    parts = [f"{why}: {chosen.formula} ({needs.facts.heads} heads)"]
-    if chosen.cfg > 1:
-        parts.append("at cfg 1 the cfg axis shares the tokens instead")
-    if chosen.tensor > 1 and "tensor" not in parallel.set_degrees and not needs.fits(1):
-        parts.append(f"the weights take {_gib(needs.bytes_per_rank(1))}, so that each rank holds a part of them")
-    if devices[0] == "cpu":
-        parts.append("one process with all cores is about as fast on a CPU")
-    elif needs.facts.shapes and not saves_time(needs.facts, chosen, **needs.tokens):
-        parts.append("one GPU may be faster: for so few tokens and features, exchanges take longer than what they save")
-    return "; ".join(parts)

@@ -73,7 +73,7 @@ class Sample(Work):
 
     `latent` is ComfyUI's, `(B, C, H, W)` or `(B, C, F, H, W)`, in the VAE's own space. `batch_index` picks whose noise
     of the batch each item gets. An empty `negative` means that there is none; `middle` stands between positive and
-    negative, and goes with `cfg_middle`. `preview` asks for a picture each step,
+    negative, and goes with `cfg_middle` or `neg_scale`. `preview` asks for a picture each step,
     "taesd" for one by a small decoder, which is looked for among the files `preview_decoders`.
     `cpu_noise_offset` is what the node's ComfyUI adds to the seed of the noise between steps on a CPU (0 before 0.7),
     `downscale` the (spatial, temporal) of the VAE that an empty latent was made for, where that is known.
@@ -105,7 +105,7 @@ class Sample(Work):
     @model_validator(mode="after")
     def _scale_for_each_branch(self) -> Sample:
         if len(self.settings.scales) != len(self.branches) - 1:
-            raise ValueError("a middle prompt and cfg_middle go together: give both or neither")
+            raise ValueError("a middle prompt and cfg_middle or neg_scale go together: give both or neither")
         return self
 
 

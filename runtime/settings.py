@@ -88,7 +88,7 @@ class ParallelSettings(Settings):
         if count is not None and (count % product if self.open_axes else count != product):
             raise ValueError(
                 f"{self.devices} is {count} device{'s'[: count > 1]}, but {formula(self.set_degrees)} = {product}: "
-                f"choose degrees whose product is {count}, or set a degree to 0 to have it chosen"
+                f"choose degrees whose product is {count}, such as ring {count} alone, or set a degree to 0 to have it chosen"
             )
         return self
 
@@ -231,8 +231,8 @@ class SampleSettings(Settings):
     where the end cuts the schedule short, the last one still goes to sigma 0, unless `leftover_noise` is wanted.
     `shift` is the sigma shift of flow models, 0 for the model's own. Where `max_shift` is not 0, the shift follows from the
     size of the picture instead, as ModelSamplingFlux sets it: between `base_shift` and it. With a middle prompt, `cfg` is
-    how far the positive one is moved away from it, and `cfg_middle` how far that is moved away from the negative one; None
-    without.
+    how far the positive one is moved away from it, and either `cfg_middle` how far that is moved away from the negative
+    one, or `neg_scale` how far from what only the negative one has (Perp-Neg).
     """
 
     seed: int = Field(default=0, ge=0, le=0xFFFFFFFFFFFFFFFF)
@@ -249,25 +249,37 @@ class SampleSettings(Settings):
     max_shift: float = Field(default=0.0, ge=0.0, le=100.0, allow_inf_nan=False)
     base_shift: float = Field(default=0.5, ge=0.0, le=100.0, allow_inf_nan=False)
     cfg_middle: float | None = Field(default=None, ge=0.0, le=100.0, allow_inf_nan=False)
+    neg_scale: float | None = Field(default=None, ge=0.0, le=100.0, allow_inf_nan=False)
 
     @model_validator(mode="after")
-    def _one_shift(self) -> SampleSettings:
+    def _one_shift_and_guidance(self) -> SampleSettings:
         if self.shift and self.max_shift:
             raise ValueError(
                 f"shift {self.shift:g} and max_shift {self.max_shift:g} are both set: set one of them to 0; max_shift is for "
                 f"a shift that follows from the size of the picture"
+            )
+        if self.cfg_middle is not None and self.neg_scale is not None:
+            raise ValueError(
+                f"cfg_middle {self.cfg_middle:g} and neg_scale {self.neg_scale:g} are two kinds of guidance: disconnect either "
+                f"middle or empty_conditioning"
             )
         return self
 
     @property
     def scales(self) -> tuple[float, ...]:
         """How far each prompt but the last is moved away from the next one."""
-        return (self.cfg,) if self.cfg_middle is None else (self.cfg, self.cfg_middle)
+        return (self.cfg, *(scale for scale in (self.cfg_middle, self.neg_scale) if scale is not None))
+
+    @property
+    def is_perpendicular(self) -> bool:
+        """Whether guidance is Perp-Neg."""
+        return self.neg_scale is not None
 
     @property
     def needs_negative(self) -> bool:
-        """Whether the negative prompt is evaluated: where the last scale is 1 only by the CFG++ samplers."""
-        return not math.isclose(self.scales[-1], 1.0) or self.sampler_name.endswith("_cfg_pp")
+        """Whether the negative prompt is evaluated: where its scale leaves it without effect only by the CFG++ samplers."""
+        without_effect = 0.0 if self.is_perpendicular else 1.0
+        return not math.isclose(self.scales[-1], without_effect) or self.sampler_name.endswith("_cfg_pp")
 
     @field_validator("sampler_name")
     @classmethod

@@ -29,7 +29,10 @@ class Workload:
             latent=tuple(request.latent.shape),
             text=max(entry.text_tokens for entry in entries),
             branches=count_branches(
-                request.branches, settings.scales, keep_last=settings.sampler_name.endswith("_cfg_pp")
+                request.branches,
+                settings.scales,
+                keep_last=settings.sampler_name.endswith("_cfg_pp"),
+                perpendicular=settings.is_perpendicular,
             ),
             references=max((tuple(tuple(each.shape) for each in entry.references) for entry in entries), key=len),
         )
@@ -47,9 +50,14 @@ class Workload:
         )
 
 
-def count_branches(branches: Sequence[Sized], scales: Sequence[float], *, keep_last: bool) -> int:
-    """How many branches, from the first, count for the guided prediction; `scales` as in `Denoiser`."""
+def count_branches(
+    branches: Sequence[Sized], scales: Sequence[float], *, keep_last: bool, perpendicular: bool = False
+) -> int:
+    """How many branches, from the first, count for the guided prediction; arguments as in `Denoiser`."""
+    without_effect = [1.0] * len(scales)
+    if perpendicular:
+        without_effect[-1] = 0.0
     count = len(branches) if branches[-1] else len(branches) - 1
-    while count > 1 and not keep_last and math.isclose(scales[count - 2], 1.0):
+    while count > 1 and not keep_last and math.isclose(scales[count - 2], without_effect[count - 2]):
         count -= 1
     return count

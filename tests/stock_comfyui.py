@@ -256,10 +256,14 @@ def shifted(model, shift: float, node: str):
 
 
 def guider_of(case: dict, model, positive: list, negative: list, inputs: dict[str, torch.Tensor]):
-    """The GUIDER of CFGGuider, or of DualCFGGuider for a case with a middle prompt."""
+    """The GUIDER of CFGGuider, or of DualCFGGuider or PerpNegGuider for a case with a middle prompt."""
     from comfy import samplers
     from comfy_extras.nodes_custom_sampler import DualCFGGuider
+    from comfy_extras.nodes_perpneg import PerpNegGuider
 
+    if "neg_scale" in case:
+        empty, scales = conditioning(case["middle"], inputs), (case["cfg"], case["neg_scale"])
+        return PerpNegGuider.execute(model, positive, negative, empty, *scales)[0]
     if "middle" in case:
         middle, scales = conditioning(case["middle"], inputs), (case["cfg"], case["cfg_middle"])
         return DualCFGGuider.execute(model, positive, middle, negative, *scales, case["style"])[0]

@@ -70,6 +70,7 @@ FACTS = (
     "activations",
     "needs",
     "gain",
+    "reason",
     "plan",
 )
 """Read without torch, by the server as well."""

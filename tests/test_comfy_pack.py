@@ -28,7 +28,8 @@ NODE_INPUTS = {
     "OutriggerTextEncode": "model* text*",
     "OutriggerSampler": "model* positive* latent_image* seed steps cfg sampler_name scheduler negative denoise shift max_shift base_shift",
     "OutriggerSamplerAdvanced": "model* positive* latent_image* add_noise noise_seed steps cfg sampler_name scheduler negative "
-    "start_at_step end_at_step return_with_leftover_noise sigmas noise shift max_shift base_shift middle cfg_middle",
+    "start_at_step end_at_step return_with_leftover_noise sigmas noise shift max_shift base_shift middle cfg_middle "
+    "empty_conditioning neg_scale",
     "OutriggerDecode": "model* samples*",
     "OutriggerEncode": "model* pixels*",
     "OutriggerVerify": "model* positive* latent_image* negative",
@@ -120,6 +121,7 @@ def test_node_has_its_inputs_for_ever_and_explains_each(comfyui: ComfyUI, node: 
         "positive",
         "negative",
         "middle",
+        "empty_conditioning",
         "latent_image",
         "samples",
         "sigmas",
@@ -152,7 +154,8 @@ def test_sampler_has_ksamplers_widgets_in_ksamplers_order_and_bounds(
     comfyui: ComfyUI, node: str, stock_node: str, numbers: tuple[str, ...]
 ):
     ours, theirs = info(comfyui, node), info(comfyui, stock_node)
-    appended = ["shift", "max_shift", "base_shift", *(["cfg_middle"] if node == "OutriggerSamplerAdvanced" else [])]
+    branches = ["cfg_middle", "neg_scale"] if node == "OutriggerSamplerAdvanced" else []
+    appended = ["shift", "max_shift", "base_shift", *branches]
     assert widgets(ours) == [*widgets(theirs), *appended]
     options = {name: spec[1] for group in ours["input"].values() for name, spec in group.items() if len(spec) > 1}
     for name in numbers:

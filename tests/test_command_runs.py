@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -107,7 +108,9 @@ def test_verify_compares_a_quantised_model_with_the_unquantised(capsys, monkeypa
 def test_verify_refuses_a_plan_before_it_starts_anything(capsys, monkeypatch):
     monkeypatch.setattr(verify, "own_sidecar", None)
     assert main(["verify", "--model", "random:wan", "--devices", "cpu:2", "--ring", "3", "--json"]) == 1
-    assert "nearest plan that works" in answer(capsys)["reason"]
+    told = answer(capsys)
+    assert math.prod(told["nearest"].values()) == 2 and told["nearest_devices"] == "cpu:2"
+    assert "nearest plan that works" in told["reason"]
     few = ["--devices", "cpu:4", "--ring", "4", "--width", "16", "--height", "32"]
     assert main(["verify", "--model", "random:wan", *few, "--json"]) == 1
     assert "4 ranks share the tokens, but this latent has 2" in answer(capsys)["reason"]

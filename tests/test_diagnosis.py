@@ -15,10 +15,10 @@ from runtime.machine import CudaDevice, Machine
 def machine(monkeypatch):
     """`machine(gpus, package=version ...)` is the machine; a package whose version is None is not there."""
 
-    def set_up(gpus: int = 0, **versions: str | None) -> None:
+    def set_up(gpus: int = 0, why: str = "", **versions: str | None) -> None:
         devices = (CudaDevice("GPU", 24 << 10),) * gpus
         installed = diagnosis._version
-        monkeypatch.setattr(diagnosis.Machine, "here", lambda: Machine(cuda=devices, cores=4))
+        monkeypatch.setattr(diagnosis.Machine, "here", lambda: Machine(cuda=devices, cores=4, why=why))
         monkeypatch.setattr(diagnosis, "_version", lambda name: versions.get(name, installed(name)))
         monkeypatch.setattr(diagnosis, "_peer_access", lambda count: [[True, False], [True, True]] if count else [])
 
@@ -66,7 +66,7 @@ def test_a_package_of_the_kernels_name_that_is_none_is_told_apart(monkeypatch, m
 
 
 def test_a_small_shared_memory_and_a_torch_without_cuda_get_advice(monkeypatch, machine):
-    machine(torch="2.7.0+cpu")
+    machine(why="torch 2.7.0+cpu is not built for CUDA")
     monkeypatch.setattr(diagnosis, "_shared_memory", lambda: {"bytes": 64 << 20, "limit": 32 << 20})
     advice = " ".join(diagnosis.examine()["advice"])
-    assert "--shm-size=8g" in advice and "install one with CUDA" in advice
+    assert "--shm-size=8g" in advice and "is not built for CUDA" in advice

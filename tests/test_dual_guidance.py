@@ -1,4 +1,4 @@
-"""Three prompts: the latent that SamplerCustomAdvanced gives with DualCFGGuider."""
+"""Three prompts: the latent that SamplerCustomAdvanced gives with DualCFGGuider or PerpNegGuider."""
 
 from __future__ import annotations
 
@@ -26,16 +26,21 @@ CASES = [
     {"cfg": 1.0, "cfg_middle": 1.0, "style": "regular", "sampler_name": "euler"},
     {"cfg": 2.0, "cfg_middle": 3.0, "style": "nested", "sampler_name": "dpmpp_2m"},
     {"cfg": 1.5, "cfg_middle": 1.0, "style": "regular", "sampler_name": "euler_cfg_pp"},
+    {"cfg": 6.0, "neg_scale": 1.5, "sampler_name": "euler"},
+    {"cfg": 6.0, "neg_scale": 0.0, "sampler_name": "euler"},
+    {"cfg": 1.0, "neg_scale": 0.0, "sampler_name": "euler"},
+    {"cfg": 1.0, "neg_scale": 1.0, "sampler_name": "dpmpp_2m"},
+    {"cfg": 1.5, "neg_scale": 0.0, "sampler_name": "euler_cfg_pp"},
 ]
 
 
-def request_of(model: str, *, cfg: float, cfg_middle: float, sampler_name: str = "euler") -> Sample:
+def request_of(model: str, *, batch: int = 1, sampler_name: str = "euler", **scales: float) -> Sample:
     prompts = {side: (Conditioning(embedding=prompt),) for side, prompt in PROMPTS.items()}
     return Sample(
         job="test",
         model=ModelSettings(model=model, dtype="fp32"),
-        settings=SampleSettings(cfg=cfg, cfg_middle=cfg_middle, sampler_name=sampler_name, seed=PLAIN["seed"]),
-        latent=INPUTS["empty-1-1-odd"],
+        settings=SampleSettings(**scales, sampler_name=sampler_name, seed=PLAIN["seed"]),
+        latent=INPUTS["empty-1-1-odd"].repeat(batch, 1, 1, 1, 1),
         sigmas=torch.tensor(SIGMAS),
         **prompts,
     )
@@ -48,17 +53,29 @@ def test_three_prompts_give_the_latent_of_stock(tmp_path):
     shared = PLAIN | sides | {"model": str(model.checkpoint), "sigmas": SIGMAS, "latent": "empty-1-1-odd"}
     stock = ask_comfyui(tmp_path, inputs=INPUTS | PROMPTS, samples=[shared | case for case in CASES])
     for number, case in enumerate(CASES):
-        cfg = case["cfg"] * (case["cfg_middle"] if case["style"] == "nested" else 1.0)
-        scales = {"cfg": cfg, "cfg_middle": case["cfg_middle"], "sampler_name": case["sampler_name"]}
-        result = model.pipeline.sample(request_of(str(model.checkpoint), **scales), progress=ignore_progress)
+        options = {name: value for name, value in case.items() if name != "style"}
+        if case.get("style") == "nested":
+            options["cfg"] *= case["cfg_middle"]
+        result = model.pipeline.sample(request_of(str(model.checkpoint), **options), progress=ignore_progress)
         error = relative_error(result, stock[f"samples.{number}"])
         print(case, f"relative error {error:.1e}")
         assert error < 1e-5
 
 
-@pytest.mark.parametrize("degrees", [{"cfg": 2}, {"cfg": 2, "ulysses": 2}, {"cfg": 3}], ids=str)
-def test_ranks_that_share_three_branches_give_the_latent_of_one(degrees):
-    request = request_of("random:wan", cfg=6.0, cfg_middle=3.0)
+@pytest.mark.parametrize(
+    ("degrees", "guidance"),
+    [
+        ({"cfg": 2}, {"cfg_middle": 3.0}),
+        ({"cfg": 2, "ulysses": 2}, {"cfg_middle": 3.0}),
+        ({"cfg": 3}, {"cfg_middle": 3.0}),
+        ({"cfg": 2}, {"neg_scale": 1.5}),
+        ({"cfg": 3}, {"neg_scale": 1.5}),
+        ({"data": 2, "cfg": 3}, {"neg_scale": 1.5, "batch": 2}),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_three_branches_give_the_latent_of_one(degrees, guidance):
+    request = request_of("random:wan", cfg=6.0, **guidance)
 
     def run(mesh: Mesh) -> torch.Tensor:
         return Pipeline.load(request.model, mesh=mesh, progress=ignore_progress).sample(
@@ -83,3 +100,8 @@ def test_a_middle_prompt_and_its_scale_go_together(given):
             latent=INPUTS["empty-1-1-odd"],
             **given,
         )
+
+
+def test_guidance_is_of_one_kind():
+    with pytest.raises(ValueError, match="disconnect either middle or empty_conditioning"):
+        SampleSettings(cfg_middle=3.0, neg_scale=1.0)

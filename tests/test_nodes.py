@@ -766,7 +766,9 @@ def test_advanced_widgets_reach_the_request(pack, sidecar):
         pack, add_noise="disable", noise_seed=3, start_at_step=2, end_at_step=5, return_with_leftover_noise="enable", shift=2
     )  # fmt: skip
     sample_advanced(pack, noise=Noise(), sigmas=torch.tensor([1.0, 0.0]))
-    first, second = started[0].requests
+    sample_advanced(pack, empty_conditioning=entry(), neg_scale=0.5)
+    sample_advanced(pack, middle=entry(), cfg_middle=2.0, neg_scale=0.5)
+    first, second, *_ = started[0].requests
     expected = {
         "add_noise": False,
         "seed": 3,
@@ -779,6 +781,8 @@ def test_advanced_widgets_reach_the_request(pack, sidecar):
     assert first.noise is None and first.sigmas is None
     assert second.settings.seed == 12 and second.settings.add_noise
     assert second.noise.unique().tolist() == [2.0] and second.sigmas.tolist() == [1.0, 0.0]
+    scales = [(each.settings.cfg_middle, each.settings.neg_scale, len(each.middle)) for each in started[0].requests]
+    assert scales == [(None, None, 0), (None, None, 0), (None, 0.5, 1), (2.0, None, 1)]
 
 
 @pytest.mark.parametrize(
@@ -791,6 +795,9 @@ def test_advanced_widgets_reach_the_request(pack, sidecar):
         ({"shift": 101.0}, "^shift is 101.0: set it to 100"),
         ({"shift": 3.0, "max_shift": 1.15}, "set one of them to 0"),
         ({"sigmas": 3}, "^sigmas: connect a scheduler"),
+        ({"middle": entry(), "empty_conditioning": entry()}, "disconnect either middle or empty_conditioning"),
+        ({"empty_conditioning": 3}, "^empty_conditioning: "),
+        ({"empty_conditioning": entry(), "neg_scale": 101.0}, "^neg_scale is 101.0: set it to 100"),
         ({"noise": 3}, "^noise: connect a noise node"),
         ({"noise": SimpleNamespace(seed=1, generate_noise=lambda latent: None)}, "^noise: make it again: .* NoneType"),
         ({"noise": SimpleNamespace(seed="x", generate_noise=lambda latent: latent["samples"])}, "^seed is 'x'"),

@@ -320,7 +320,8 @@ def test_the_tiny_model_has_a_plan_for_each_of_its_heads():
     assert make_plan(ParallelSettings(devices="cpu:8"), facts, NO_GPU).degrees["ulysses"] == 4
 
 
-LISTING = "0, GPU-aa11, 81559, NVIDIA H100\n1, GPU-bb22, 24564, NVIDIA GeForce RTX 4090\n"
+LISTING = "0, GPU-aa11, 81559, Disabled, NVIDIA H100\n1, GPU-bb22, 24564, [N/A], NVIDIA GeForce RTX 4090\n"
+DIVIDED = LISTING.replace("Disabled", "Enabled").replace("[N/A]", "Enabled")
 
 
 @pytest.mark.parametrize(
@@ -333,15 +334,41 @@ LISTING = "0, GPU-aa11, 81559, NVIDIA H100\n1, GPU-bb22, 24564, NVIDIA GeForce R
         ("1,0", ["NVIDIA GeForce RTX 4090", "NVIDIA H100"]),
         ("0,7,1", ["NVIDIA H100"]),
         ("GPU-bb", ["NVIDIA GeForce RTX 4090"]),
+        ("0,0", []),
+        ("0,GPU-aa", []),
         ("MIG-1234", ["MIG instance"]),
+        ("MIG-1234,MIG-5678", ["MIG instance"]),
     ],
 )
 def test_gpus_are_the_ones_cuda_would_show(chosen, names):
-    assert [device.name for device in visible(LISTING, chosen)] == names
+    assert [device.name for device in visible(LISTING, chosen)[0]] == names
+
+
+@pytest.mark.parametrize("chosen", [None, "0,1"])
+def test_of_divided_gpus_there_is_one_instance(chosen):
+    [instance], why = visible(DIVIDED, chosen)
+    assert (instance.name, instance.memory_mib) == ("MIG instance", 0) and "MIG" in why
 
 
 def test_no_listing_is_no_gpu():
-    assert visible("", None) == ()
+    assert visible("", None) == ((), "")
+
+
+@pytest.mark.parametrize("settings", [{"devices": "cuda:0,1"}, {"ulysses": 2}])
+def test_gpus_that_cannot_talk_to_each_other_are_refused(settings):
+    machine = Machine(cuda=(GPU,) * 2, has_nccl=False)
+    with pytest.raises(PlanRefused, match=r"2 GPUs talk to each other through NCCL, .* Linux") as refusal:
+        make_plan(ParallelSettings(**settings), model_with(4), machine)
+    assert make_plan(refusal.value.nearest, model_with(4), machine).devices == ("cuda:0",)
+    alone = make_plan(ParallelSettings(), model_with(4), machine)
+    assert alone.devices == ("cuda:0",) and "1 GPU of 2" in alone.reason
+
+
+@pytest.mark.parametrize("chosen", ["0,0", "MIG-1,MIG-2"])
+def test_gpus_that_are_not_there_are_refused_with_what_hides_them(chosen):
+    gpus, why = visible(LISTING, chosen)
+    with pytest.raises(PlanRefused, match=r"cuda:1 .*(names a GPU twice|MIG divides)"):
+        make_plan(ParallelSettings(devices="cuda:0,1"), model_with(4), Machine(cuda=gpus, why=why))
 
 
 def test_what_does_not_fit_is_planned_with_offload():

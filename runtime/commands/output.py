@@ -17,6 +17,15 @@ def show(answer: dict[str, Any], described: Callable[[dict[str, Any]], str], *, 
     sys.stdout.write(f"{json.dumps(answer) if as_json else described(answer)}\n")
 
 
+def refused(reason: str, error: Exception) -> dict[str, Any]:
+    """What `--json` prints of a command that was refused: why, and the nearest plan that works where it was a plan."""
+    answer = {"ok": False, "reason": reason}
+    if hasattr(error, "nearest"):
+        nearest = error.nearest
+        answer |= {"nearest": nearest and nearest.degrees, "nearest_devices": nearest and nearest.devices}
+    return answer
+
+
 def check_can_write(path: Path) -> None:
     """Raise `Refused` for a file that cannot be written, before anything is computed."""
     folder = path.absolute().parent

@@ -16,7 +16,7 @@ from ..stored import FOUR_BIT
 from ..without_spec import pipeline_without_spec
 from ..workload import Workload
 from .flags import add_model_flags, add_output_flags, model_settings
-from .output import show
+from .output import refused, show
 from .sizes import add_size_flags, latent_shape, size_of
 
 MIB = 1 << 20
@@ -62,15 +62,8 @@ def _answer(chosen: argparse.Namespace) -> dict[str, Any]:
         workload = _workload(chosen, model)
         plan = plan_model(model, Machine.here(), workload=workload)
     except Refused as refusal:
-        nearest = getattr(refusal, "nearest", None)
-        return {
-            "ok": False,
-            "plan": None,
-            "bytes_per_rank": None,
-            "reason": str(refusal),
-            "nearest": nearest and nearest.degrees,
-            "nearest_devices": nearest and nearest.devices,
-        }
+        nothing = dict.fromkeys(("plan", "bytes_per_rank", "nearest", "nearest_devices"))
+        return nothing | refused(str(refusal), refusal)
     return {
         "ok": True,
         "plan": plan.degrees,
