@@ -8,6 +8,7 @@ import torch
 from runtime.checkpoint import build_transformer
 from runtime.errors import Refused
 from runtime.families import FAMILIES
+from runtime.families.hunyuan import HUNYUAN15, REFINERS
 from runtime.families.wan import WAN
 from runtime.inspection import inspect_model
 from runtime.lora.formats import split_key, summary
@@ -67,6 +68,37 @@ def test_every_layer_is_found_by_its_flat_original_name():
     for name in weights:
         [target] = layers.find("lora_unet_" + name.removesuffix(".weight").replace(".", "_"))
         assert torch.equal(names[target.name], original[name])
+
+
+@pytest.mark.parametrize(
+    ("layer", "own"),
+    [
+        ("double_blocks.1.img_attn.qkv", [f"transformer_blocks.1.attn.to_{each}" for each in "qkv"]),
+        ("double_blocks.1.txt_attn.qkv", [f"transformer_blocks.1.attn.add_{each}_proj" for each in "qkv"]),
+        ("double_blocks.1.img_attn_q", ["transformer_blocks.1.attn.to_q"]),
+        ("double_blocks.1.txt_attn_v", ["transformer_blocks.1.attn.add_v_proj"]),
+        ("double_blocks.1.img_attn_proj", ["transformer_blocks.1.attn.to_out.0"]),
+        ("double_blocks.1.txt_attn.proj", ["transformer_blocks.1.attn.to_add_out"]),
+        ("double_blocks.1.img_mod.linear", ["transformer_blocks.1.norm1.linear"]),
+        ("double_blocks.1.txt_mod.lin", ["transformer_blocks.1.norm1_context.linear"]),
+        ("double_blocks.1.txt_mlp.fc1", ["transformer_blocks.1.ff_context.net.0.proj"]),
+        ("double_blocks.1.img_mlp.2", ["transformer_blocks.1.ff.net.2"]),
+        ("txt_in.individual_token_refiner.blocks.0.self_attn_qkv", [f"{REFINERS}.0.attn.to_{each}" for each in "qkv"]),
+        ("txt_in.individual_token_refiner.blocks.0.self_attn_proj", [f"{REFINERS}.0.attn.to_out.0"]),
+        ("txt_in.individual_token_refiner.blocks.0.adaLN_modulation.1", [f"{REFINERS}.0.norm_out.linear"]),
+        ("txt_in.t_embedder.mlp.2", ["context_embedder.time_text_embed.timestep_embedder.linear_2"]),
+        ("txt_in.c_embedder.in_layer", ["context_embedder.time_text_embed.text_embedder.linear_1"]),
+        ("time_in.mlp.0", ["time_embed.timestep_embedder.linear_1"]),
+        ("vision_in.proj.3", ["image_embedder.linear_2"]),
+        ("byt5_in.fc2", ["context_embedder_2.linear_2"]),
+        ("final_layer.adaLN_modulation.1", ["norm_out.linear"]),
+    ],
+)
+def test_hunyuan_videos_layers_are_found_by_comfyuis_names_and_the_authors(layer, own):
+    """Which have query, key and value apart in its blocks, and in one in the refiners of the text."""
+    names = LayerNames(HUNYUAN15, build_transformer(inspect_model("random:hunyuan-1.5"))[1])
+    for prefix in ("diffusion_model.", "transformer."):
+        assert [target.name for target in names.find(prefix + layer)] == [f"{each}.weight" for each in own]
 
 
 def test_a_layer_that_is_missing_hides_none_of_its_kind():
