@@ -239,8 +239,10 @@ class ComfyUI:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes that compute."""
-        return [each for each in self.descendants() if "runtime.worker" in " ".join(each.cmdline())]
+        """The processes that compute, without the one that they may be forked from."""
+        found = [each for each in self.descendants() if "runtime.worker" in " ".join(each.cmdline())]
+        parents = {each.ppid() for each in found}
+        return [each for each in found if each.pid not in parents]
 
     def _command(self) -> list[str]:
         places = ["--base-directory", str(self.base), "--output-directory", str(self.output)]

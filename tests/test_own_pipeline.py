@@ -10,7 +10,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
-from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
+from transformers import AutoTokenizer, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
 from runtime.client import Sidecar
 from runtime.errors import Cancelled, Refused
@@ -51,6 +51,23 @@ def aura_flow() -> diffusers.AuraFlowPipeline:
     )  # fmt: skip
 
 
+def cog_video() -> diffusers.CogVideoXPipeline:
+    torch.manual_seed(0)
+    stages = {"down_block_types": ("CogVideoXDownBlock3D",) * 4, "up_block_types": ("CogVideoXUpBlock3D",) * 4}
+    return diffusers.CogVideoXPipeline(
+        tokenizer=AutoTokenizer.from_pretrained(MODEL_FOLDER / "tokenizer"),
+        text_encoder=T5EncoderModel(T5Config(vocab_size=30, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)),
+        vae=diffusers.AutoencoderKLCogVideoX(
+            block_out_channels=(8,) * 4, latent_channels=4, layers_per_block=1, norm_num_groups=2, **stages
+        ),
+        transformer=diffusers.CogVideoXTransformer3DModel(
+            num_attention_heads=4, attention_head_dim=8, in_channels=4, out_channels=4, time_embed_dim=2, text_embed_dim=32,
+            num_layers=1, sample_width=6, sample_height=8, sample_frames=9,
+        ),
+        scheduler=diffusers.CogVideoXDDIMScheduler(),
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("aura")
@@ -81,6 +98,19 @@ def test_it_samples_and_decodes_what_diffusers_does(folder, pipeline):
     expected = own(prompt, negative, **widgets, **called).images
     assert latent.shape == SHAPE and latent.dtype == torch.float32
     assert torch.equal(pictures, expected.movedim(1, -1))
+
+
+def test_a_video_is_that_of_diffusers(tmp_path):
+    """Of a latent of 3 frames, which stands for 9; ComfyUI's has more channels than this VAE."""
+    cog_video().save_pretrained(tmp_path)
+    pipeline = load_pipeline(ModelSettings(model=str(tmp_path)), mesh=Mesh.single(), progress=ignore_progress)
+    asked = request(tmp_path, latent=torch.zeros(1, 16, 3, 8, 6))
+    frames = pipeline.decode(pipeline.sample(asked, progress=ignore_progress), progress=ignore_progress)
+    own = diffusers.CogVideoXPipeline.from_pretrained(tmp_path, local_files_only=True)
+    own.set_progress_bar_config(disable=True)
+    size = {"height": 64, "width": 48, "num_frames": 9, "output_type": "pt"}
+    widgets = {"num_inference_steps": STEPS, "guidance_scale": CFG, "generator": torch.Generator().manual_seed(SEED)}
+    assert torch.equal(frames, own(*PROMPTS, **size, **widgets).frames[0].movedim(1, -1))
 
 
 def test_the_prompt_seed_and_cfg_count(folder, pipeline):

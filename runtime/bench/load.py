@@ -38,10 +38,11 @@ SIZE = replace(Size(), layers=27)
 """A Wan of 4 GB in float32."""
 PAGE_BYTES = 4096
 SAMPLED_SECONDS = 0.05
-BASE_SECONDS = 0.3
+HELD_SECONDS = 2.0
+"""How long ranks stay as they are, before and after a load, so that what they take is seen: to look at it takes a while."""
 
 
-def measure(*, size: Size = SIZE, rounds: int = ROUNDS) -> dict[str, Any]:
+def measure(*, size: Size = SIZE, rounds: int = ROUNDS, held: float = HELD_SECONDS) -> dict[str, Any]:
     """Medians of seconds, and the most memory that the ranks took together at a time, a page that several map counted once.
 
     `seconds` and `peak_bytes` are those of the plan that has more; `base_bytes` the ranks take without a model (torch and
@@ -51,11 +52,11 @@ def measure(*, size: Size = SIZE, rounds: int = ROUNDS) -> dict[str, Any]:
     watch = MemoryWatch()
     with tempfile.TemporaryDirectory(prefix="outrigger-bench-") as home:
         file_bytes = write_model(Path(home), size)
-        task = {"folder": home, "rounds": rounds}
+        task = {"folder": home, "rounds": rounds, "held": held}
         with watch:
             sides = run_forks(MODULE, [{**task, "rank": rank} for rank in range(RANKS)], began=watch.add)
     seconds = {plan: statistics.median(end - start for start, end in sides[0][plan]) for plan in PLANS}
-    peaks = {plan: max(watch.most(*window) for window in sides[0][plan]) for plan in PLANS}
+    peaks = {plan: max(watch.most(start, end + held) for start, end in sides[0][plan]) for plan in PLANS}
     read = statistics.median(sides[0]["read"])
     return {
         "file_bytes": file_bytes,
@@ -92,14 +93,14 @@ def _side(task: dict[str, Any]) -> dict[str, Any]:
     meshes["ulysses"] = Mesh.of_world({"ulysses": RANKS}, device="cpu")
     dist.barrier()
     began = time.monotonic()
-    time.sleep(BASE_SECONDS)
+    time.sleep(task["held"])
     found: dict[str, Any] = {"base": (began, time.monotonic()), "read": [], **{plan: [] for plan in PLANS}}
     for _ in range(task["rounds"]):
         dist.barrier()
         if rank == 0:
             found["read"].append(_seconds_to_read(folder))
         for plan in PLANS:
-            found[plan].append(_load(folder, meshes[plan]))
+            found[plan].append(_load(folder, meshes[plan], held=task["held"]))
     dist.destroy_process_group()
     return found
 
@@ -111,8 +112,8 @@ def _seconds_to_read(folder: Path) -> float:
     return time.perf_counter() - started
 
 
-def _load(folder: Path, mesh: Mesh) -> tuple[float, float]:
-    """When a load began, and when every rank had all its weights in memory."""
+def _load(folder: Path, mesh: Mesh, *, held: float) -> tuple[float, float]:
+    """When a load began, and when every rank had all its weights in memory, where they stay for a while."""
     settings = ModelSettings(model=str(folder), dtype="fp32")
     gc.collect()  # what was loaded before
     dist.barrier()
@@ -120,7 +121,9 @@ def _load(folder: Path, mesh: Mesh) -> tuple[float, float]:
     pipeline = Pipeline.load(settings, mesh=mesh, progress=ignore_progress)
     _touch(pipeline.transformer)
     dist.barrier()
-    return began, time.monotonic()
+    ended = time.monotonic()
+    time.sleep(held)
+    return began, ended
 
 
 def _touch(model: nn.Module) -> None:
