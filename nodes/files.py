@@ -84,14 +84,20 @@ def second_model_choices() -> list[str]:
 
 
 def find_all(
-    model: str, *, text_encoder: str, text_encoder_2: str, vae: str, model_low_noise: str = NONE
+    model: str,
+    *,
+    text_encoder: str,
+    text_encoder_2: str,
+    vae: str,
+    model_low_noise: str = NONE,
+    text_encoder_3: str = FROM_MODEL,
 ) -> dict[str, str]:
     """Path of the model and of each component, by the name of its widget. Raises `ValueError` with the way out."""
+    encoders = {"text_encoder": text_encoder, "text_encoder_2": text_encoder_2, "text_encoder_3": text_encoder_3}
     return {
         "model": find_model(model),
         "model_low_noise": "" if model_low_noise == NONE else find_model(model_low_noise, "model_low_noise"),
-        "text_encoder": find_component("text_encoder", text_encoder, "text_encoders", "text_encoder"),
-        "text_encoder_2": find_component("text_encoder_2", text_encoder_2, "text_encoders", "text_encoder_2"),
+        **{name: find_component(name, choice, "text_encoders", name) for name, choice in encoders.items()},
         "vae": find_component("vae", vae, "vae", "vae"),
     }
 

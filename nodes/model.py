@@ -66,7 +66,7 @@ class OutriggerLoadModel(io.ComfyNode):
                     _component(
                         "text_encoder_2",
                         "text_encoders",
-                        "Second text encoder, for Flux.1: clip_l or t5xxl, whichever is not in text_encoder.",
+                        "Second text encoder, of Flux.1 and Stable Diffusion 3, in any order.",
                     )
                 ),
                 _component(
@@ -105,6 +105,7 @@ class OutriggerLoadModel(io.ComfyNode):
                         tooltip="Noise level (sigma) below which the expert of low noise takes over. 0 takes the model's own.",
                     )
                 ),
+                advanced(_component("text_encoder_3", "text_encoders", "Third text encoder, of Stable Diffusion 3.")),
             ],
             outputs=[
                 Model.Output(
@@ -134,11 +135,12 @@ class OutriggerLoadModel(io.ComfyNode):
         text_encoder_2: str = FROM_MODEL,
         vae: str = FROM_MODEL,
         model_low_noise: str = files.NONE,
+        text_encoder_3: str = FROM_MODEL,
         **others: Any,
     ) -> str:
         """Changes when a file behind a name changes."""
-        parts = {"text_encoder": text_encoder, "text_encoder_2": text_encoder_2, "vae": vae}
-        return files.stamp(files.find_all(model, model_low_noise=model_low_noise, **parts))
+        encoders = {"text_encoder": text_encoder, "text_encoder_2": text_encoder_2, "text_encoder_3": text_encoder_3}
+        return files.stamp(files.find_all(model, model_low_noise=model_low_noise, vae=vae, **encoders))
 
     @classmethod
     def execute(
@@ -154,11 +156,12 @@ class OutriggerLoadModel(io.ComfyNode):
         speed: Any = None,
         model_low_noise: str = files.NONE,
         boundary: float = 0.0,
+        text_encoder_3: str = FROM_MODEL,
     ) -> io.NodeOutput:
         if speed is not None:
             raise ValueError("speed: disconnect this input: this version of Outrigger has no speed settings yet")
-        parts = {"text_encoder": text_encoder, "text_encoder_2": text_encoder_2, "vae": vae}
-        paths = files.find_all(model, model_low_noise=model_low_noise, **parts)
+        encoders = {"text_encoder": text_encoder, "text_encoder_2": text_encoder_2, "text_encoder_3": text_encoder_3}
+        paths = files.find_all(model, model_low_noise=model_low_noise, vae=vae, **encoders)
         sockets = {
             "parallel": (parallel, settings.ParallelSettings, "Outrigger Configure Parallelism"),
             "memory": (memory, settings.MemorySettings, "Outrigger Configure Memory"),

@@ -137,14 +137,12 @@ def _pipeline_folder(path: Path) -> ModelFacts:
         raise Refused(
             f"{path} is a {pipeline} model, which has no family here: {SAMPLED_ALONE}. This takes: {supported}"
         )
-    parts = {part: path / part for part in PARTS if (path / part).is_dir()}
-    encoders = tuple(path / part for part in TEXT_ENCODERS if (path / part).is_dir())
+    parts: dict[str, Any] = {part: path / part for part in PARTS if (path / part).is_dir()}
+    parts["text_encoders"] = tuple(path / part for part in TEXT_ENCODERS if (path / part).is_dir())
     boundary = index.get("boundary_ratio") or 0.0
     if type(boundary) is not float or not 0.0 <= boundary <= 1.0:
         raise Refused(f"{path / INDEX} says boundary_ratio {boundary!r}, no part of 1: download it again")
-    return replace(
-        _transformer_folder(path / "transformer", pipeline), boundary=boundary, text_encoders=encoders, **parts
-    )
+    return replace(_transformer_folder(path / "transformer", pipeline), boundary=boundary, **parts)
 
 
 def _transformer_folder(path: Path, pipeline: str = "") -> ModelFacts:
@@ -225,9 +223,8 @@ def _file(path: Path) -> ModelFacts:
     said = {} if read is read_gguf else read_metadata(path)
     facts = [each for each in found if isinstance(each, ModelFacts) and each.spec.told_by(said)]
     if len(facts) == 1:
-        return replace(
-            facts[0], vae=path if has_vae(whole) else None, text_encoders=(path,) if has_text_encoders(whole) else ()
-        )
+        parts = {"vae": path if has_vae(whole) else None, "text_encoders": (path,) * has_text_encoders(whole)}
+        return replace(facts[0], **parts)
     if facts:
         raise Refused(
             f"{path} can be read as more than one architecture ({', '.join(each.spec.title for each in facts)}): it is not "

@@ -16,10 +16,12 @@ from .text_files import KINDS, EncoderFile, TextPart, find_encoders, tokenizer_o
 
 def check_parts(settings: ModelSettings, family: FamilySpec) -> None:
     """Raise `Refused` for a part that is not there, or that a family has no use for."""
-    if settings.text_encoder_2 != FROM_MODEL and len(family.texts) < 2:
-        raise Refused(
-            f"text_encoder_2 is set, but {family.title} is run with no second text encoder: leave it at 'from model'"
-        )
+    for number, path in enumerate((settings.text_encoder_2, settings.text_encoder_3), start=2):
+        if path != FROM_MODEL and len(family.texts) < number:
+            raise Refused(
+                f"text_encoder_{number} is set, but {family.title} is run with {len(family.texts) or 'no'} text encoder"
+                f"{'s' if len(family.texts) > 1 else ''} here: leave it at '{FROM_MODEL}'"
+            )
     for path in _chosen(settings):
         if not os.path.exists(path):
             raise Refused(
@@ -40,16 +42,22 @@ def text_parts_of(settings: ModelSettings, facts: ModelFacts) -> tuple[TextPart,
         _add_chosen(held, path, family)
     for path in facts.text_encoders:
         held = find_encoders(path) | held
-    lacking = [use.kind for use in family.texts if use.kind not in held]
+    lacking = [use.kind for use in family.texts if use.kind not in held and not use.optional]
     if lacking:
         raise Refused(_lacks(facts, lacking, held))
     return tuple(
-        TextPart(use, held[use.kind], tokenizer_of(held[use.kind], settings.tokenizers)) for use in family.texts
+        TextPart(use, held[use.kind], tokenizer_of(held[use.kind], settings.tokenizers))
+        for use in family.texts
+        if use.kind in held
     )
 
 
 def _chosen(settings: ModelSettings) -> list[Path]:
-    return [Path(each) for each in (settings.text_encoder, settings.text_encoder_2) if each != FROM_MODEL]
+    return [
+        Path(each)
+        for each in (settings.text_encoder, settings.text_encoder_2, settings.text_encoder_3)
+        if each != FROM_MODEL
+    ]
 
 
 def _add_chosen(held: dict[str, EncoderFile], path: Path, family: FamilySpec) -> None:

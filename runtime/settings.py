@@ -190,7 +190,7 @@ def amount_of(text: str, total: int) -> int:
 class ModelSettings(Settings):
     """What Load Model describes: files by absolute path (or `tiny-shapes`), number format, plan.
 
-    `text_encoder`, `text_encoder_2` and `vae` are "from model" or the absolute path of a file or folder. `tokenizers` is
+    `text_encoder`, `text_encoder_2`, `text_encoder_3` and `vae` are "from model" or the absolute path of a file or folder. `tokenizers` is
     ComfyUI's package `comfy`, which has those of the text encoders; empty where it is not known. `stamp` changes
     when one of the files changes, so that a file replaced in place is another model. `loras` are put on in their order, and
     changed without loading the model again.
@@ -212,6 +212,7 @@ class ModelSettings(Settings):
     model_low_noise: str = ""
     boundary: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
     tokenizers: str = ""
+    text_encoder_3: str = FROM_MODEL
 
     @property
     def weights(self) -> ModelSettings:

@@ -62,6 +62,13 @@ KINDS: Mapping[str, EncoderKind] = {
         "CLIP-L", "clip_l", CLIP_NEEDS, (CLIP_H_LAYER,), "sd1_tokenizer",
         unused=r"text_projection(\.weight)?|logit_scale|embeddings\.position_ids", outer="text_model.",
     ),
+    "clip_g": EncoderKind(
+        "CLIP-G", "clip_g", (*CLIP_NEEDS, CLIP_G_LAYER), (), "sd1_tokenizer",
+        unused=r"logit_scale|embeddings\.position_ids", outer="text_model.",
+    ),
+    "gemma2_2b": EncoderKind(
+        "Gemma 2", "gemma_2_2b", (*QWEN_NEEDS, GEMMA_NORM), (QWEN3_NORM,), unused=QWEN_UNUSED, outer="model."
+    ),
     "qwen3_4b": EncoderKind(
         "Qwen3", "qwen_3_4b", (*QWEN_NEEDS, QWEN3_NORM), (GEMMA_NORM, QWEN25_BIAS), QWEN_TOKENIZER, QWEN_UNUSED,
         "model.",
@@ -73,10 +80,10 @@ KINDS: Mapping[str, EncoderKind] = {
 }  # fmt: skip
 """By what ComfyUI calls them."""
 CLASSES = {
-    "UMT5EncoderModel": "umt5xxl", "T5EncoderModel": "t5xxl", "CLIPTextModel": "clip_l", "Qwen3Model": "qwen3_4b",
+    "UMT5EncoderModel": "umt5xxl", "T5EncoderModel": "t5xxl", "CLIPTextModel": "clip_l", "CLIPTextModelWithProjection": "", "Gemma2Model": "gemma2_2b", "Qwen3Model": "qwen3_4b",
     "Qwen3ForCausalLM": "qwen3_4b", "Qwen2_5_VLForConditionalGeneration": "qwen25_7b",
 }  # fmt: skip
-"""The kinds by what the folder of one says it is."""
+"""The kinds by what the folder of one says it is; empty where its tensors say which."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,7 @@ def find_encoders(path: Path) -> dict[str, EncoderFile]:
     """The encoders of a file, or of a folder of one, by kind. Raises `Refused` when it holds none that is read."""
     found: dict[str, EncoderFile] = {}
     of_folder = _kind_of_folder(path) if path.is_dir() else ""
-    if not of_folder and path.suffix.lower() not in (".safetensors", ".sft"):
+    if not path.is_dir() and path.suffix.lower() not in (".safetensors", ".sft"):
         raise Refused(f"{path} is no .safetensors file, and text encoders are read from such files and folders alone")
     tensors = {name: (file, name, entry) for file in _files(path) for name, entry in read_header(file).items()}
     pieces = next((tensors[name][:2] for name in PIECES if name in tensors), None)

@@ -115,6 +115,7 @@ def check_alone(found: OwnPipeline, settings: ModelSettings) -> None:
         ("a memory setting", memory != default.memory, "disconnect Configure Memory"),
         ("text_encoder", settings.text_encoder != default.text_encoder, "leave it at 'from model'"),
         ("text_encoder_2", settings.text_encoder_2 != default.text_encoder_2, "leave it at 'from model'"),
+        ("text_encoder_3", settings.text_encoder_3 != default.text_encoder_3, "leave it at 'from model'"),
         ("vae", settings.vae != default.vae, "leave it at 'from model'"),
         ("model_low_noise", bool(settings.model_low_noise), "leave it empty"),
         (f"boundary {settings.boundary:g}", bool(settings.boundary), "set it to 0"),

@@ -416,7 +416,7 @@ def written(path: Path, layers: dict, weights: dict, down: str, up: str, *, has_
     return bool(tensors)
 
 
-def texts(case: dict) -> dict[str, torch.Tensor]:
+def texts(case: dict, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What a CLIP of ComfyUI's makes of each prompt, and how LoRAs name its layers; its random weights are written to files.
 
     `sizes` are those that its encoders have in the place of the published ones.
@@ -429,16 +429,17 @@ def texts(case: dict) -> dict[str, torch.Tensor]:
         module, attribute = name.split(":")
         return getattr(importlib.import_module(f"comfy.text_encoders.{module}"), attribute)
 
+    pieces = {name: inputs[name] for name in case.get("pieces", ())}
     options = {f"{kind}_model_config": sizes for kind, sizes in case["sizes"].items()}
-    model = named(case["clip"])()(device="cpu", dtype=torch.float32, model_options=options)
+    model = named(case["clip"])(**case.get("arguments", {}))(device="cpu", dtype=torch.float32, model_options=options)
     drawn = {name: tensor for name, tensor in model.state_dict().items() if ".visual." not in name}
     weights = dict(random_weights(drawn, seed=0))
     model.load_state_dict(weights, strict=False)
     for kind in case["sizes"]:
         prefix = f"{kind}.transformer."
         own = {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
-        save_file(own, f"{case['files']}{kind}.safetensors")
-    tokenizer, results = named(case["tokenizer"])(), {}
+        save_file(own | pieces, f"{case['files']}{kind}.safetensors")
+    tokenizer, results = named(case["tokenizer"])(tokenizer_data=pieces), {}
     for number, prompt in enumerate(case["prompts"]):
         with torch.inference_mode():
             tokens, pooled, *extra = model.encode_token_weights(tokenizer.tokenize_with_weights(prompt))
@@ -475,7 +476,7 @@ def main(request_path: str, inputs_path: str, results_path: str, *options: str) 
     for number, case in enumerate(request.get("autoencoders", [])):
         results |= {f"autoencoders.{number}.{key}": tensor for key, tensor in autoencoder(case, inputs).items()}
     for number, case in enumerate(request.get("texts", [])):
-        results |= {f"texts.{number}.{key}": tensor for key, tensor in texts(case).items()}
+        results |= {f"texts.{number}.{key}": tensor for key, tensor in texts(case, inputs).items()}
     for kind, compute in kinds.items():
         results |= {f"{kind}.{number}": compute(case) for number, case in enumerate(request.get(kind, []))}
     for number, case in enumerate(request.get("samples", [])):

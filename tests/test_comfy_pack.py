@@ -21,7 +21,7 @@ pytestmark = pytest.mark.comfy
 
 NODE_INPUTS = {
     "OutriggerLoadModel": "model* dtype quant text_encoder text_encoder_2 vae parallel memory speed "
-    "model_low_noise boundary",
+    "model_low_noise boundary text_encoder_3",
     "OutriggerLora": "model* lora_name* strength_model fuse strength_clip expert",
     "OutriggerParallelism": "devices ulysses ring tensor cfg data",
     "OutriggerMemory": "offload resident_blocks prefetch text_encoder_device vae_device fetch",

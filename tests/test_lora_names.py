@@ -220,7 +220,7 @@ def test_columns_of_several_layers_in_one_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "way"), [("lumina2", "LoraLoader behind the CLIP Loader"), ("wan", "connect a strength_clip")]
+    ("family", "way"), [("flux2", "LoraLoader behind the CLIP Loader"), ("wan", "connect a strength_clip")]
 )
 def test_a_file_for_text_alone_is_told_where_it_belongs(family, way, tmp_path):
     tensors = kohya({"layer": (8, 8)}, Draw(1), name=lambda layer: f"lora_te1_{layer}")

@@ -24,7 +24,12 @@ from .sidecar import own_sidecar
 from .sizes import latent_shape, size_of
 
 STEPS = 20
-PARTS = {"text_encoder": TEXT_ENCODER_FOLDERS, "text_encoder_2": TEXT_ENCODER_FOLDERS, "vae": VAE_FOLDERS}
+PARTS = {
+    "text_encoder": TEXT_ENCODER_FOLDERS,
+    "text_encoder_2": TEXT_ENCODER_FOLDERS,
+    "text_encoder_3": TEXT_ENCODER_FOLDERS,
+    "vae": VAE_FOLDERS,
+}
 
 log = logging.getLogger("outrigger")
 

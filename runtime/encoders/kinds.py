@@ -16,6 +16,9 @@ from torch import nn
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
+    CLIPTextModelWithProjection,
+    Gemma2Config,
+    Gemma2Model,
     Qwen2Config,
     Qwen2Model,
     Qwen3Config,
@@ -41,6 +44,7 @@ T5_SPLIT = TensorSplit(
 )
 CLIP_HEAD, CLIP_START, CLIP_END = 64, 49406, 49407
 QWEN_HEAD, QWEN_PADDING, QWEN_THETA, QWEN_EPSILON = 128, 151643, 1e6, 1e-6
+GEMMA_HEAD, GEMMA_THETA, GEMMA_START = 256, 1e4, 2
 LONGEST = 40960
 """Places of a text; more than a prompt may have."""
 
@@ -57,9 +61,9 @@ class Cut:
 @dataclass(frozen=True)
 class EncoderClass:
     """A class of transformers, its configuration by the shapes in a file, the names of its table of words (several names of
-    one) and where its blocks are. `cut` is None for one that each rank holds whole.
+    one; none for one that stays whole) and where its blocks are. `cut` is None for one that each rank holds whole.
 
-    `tokenizer` is what `Tokenizer.from_folder` is told of its tokenizer.
+    `tokenizer` is what `Tokenizer.from_folder` is told of its tokenizer, and `pieces` what `from_pieces` is.
     """
 
     model_class: type[nn.Module]
@@ -68,6 +72,7 @@ class EncoderClass:
     blocks: str
     cut: Callable[[Any], Cut] | None = None
     tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    pieces: Mapping[str, int | None] = field(default_factory=dict)
 
 
 def blocks_of(model: nn.Module, kind: str) -> list[nn.Module]:
@@ -82,6 +87,8 @@ def fill_tables(model: nn.Module) -> None:
         tables = dict(module.named_buffers(recurse=False))
         if "inv_freq" in tables:
             model.set_submodule(name, type(module)(config=module.config))
+        elif "embed_scale" in tables:
+            module.embed_scale = torch.tensor(module.scalar_embed_scale)
         elif "position_ids" in tables:
             module.position_ids = torch.arange(tables["position_ids"].shape[-1]).expand(1, -1)
 
@@ -96,25 +103,44 @@ def _t5(config_class: type, shapes: Shapes) -> Any:
     )  # fmt: skip
 
 
-def _clip_l(shapes: Shapes) -> CLIPTextConfig:
+def _clip(shapes: Shapes, *, hidden_act: str) -> CLIPTextConfig:
     words, width = shapes["embeddings.token_embedding.weight"]
     return CLIPTextConfig(
         vocab_size=words, hidden_size=width, intermediate_size=shapes["encoder.layers.0.mlp.fc1.weight"][0],
-        num_hidden_layers=_layers(shapes), num_attention_heads=width // CLIP_HEAD, hidden_act="quick_gelu",
+        num_hidden_layers=_layers(shapes), num_attention_heads=width // CLIP_HEAD, hidden_act=hidden_act,
+        projection_dim=shapes.get("text_projection.weight", (width,))[0],
         max_position_embeddings=shapes["embeddings.position_embedding.weight"][0],
         bos_token_id=CLIP_START, eos_token_id=CLIP_END, pad_token_id=CLIP_END,
     )  # fmt: skip
 
 
 def _qwen(config_class: type, shapes: Shapes) -> Any:
-    words, width = shapes["embed_tokens.weight"]
     return config_class(
-        vocab_size=words, hidden_size=width, intermediate_size=shapes["layers.0.mlp.gate_proj.weight"][0],
-        num_hidden_layers=_layers(shapes), head_dim=QWEN_HEAD,
-        num_attention_heads=shapes["layers.0.self_attn.q_proj.weight"][0] // QWEN_HEAD,
-        num_key_value_heads=shapes["layers.0.self_attn.k_proj.weight"][0] // QWEN_HEAD,
-        rope_theta=QWEN_THETA, rms_norm_eps=QWEN_EPSILON, max_position_embeddings=LONGEST, use_cache=False,
+        **_decoder(shapes, QWEN_HEAD), rope_theta=QWEN_THETA, rms_norm_eps=QWEN_EPSILON, max_position_embeddings=LONGEST,
     )  # fmt: skip
+
+
+def _gemma2(shapes: Shapes) -> Gemma2Config:
+    """ComfyUI leaves out the caps of Gemma's scores, and so do we."""
+    return Gemma2Config(
+        **_decoder(shapes, GEMMA_HEAD), rope_theta=GEMMA_THETA, rms_norm_eps=QWEN_EPSILON, attn_logit_softcapping=None,
+        query_pre_attn_scalar=GEMMA_HEAD, hidden_activation="gelu_pytorch_tanh",
+    )  # fmt: skip
+
+
+def _decoder(shapes: Shapes, head: int) -> dict[str, Any]:
+    """What all decoders that only read are told by their shapes."""
+    words, width = shapes["embed_tokens.weight"]
+    return {
+        "vocab_size": words,
+        "hidden_size": width,
+        "intermediate_size": shapes["layers.0.mlp.gate_proj.weight"][0],
+        "num_hidden_layers": _layers(shapes),
+        "head_dim": head,
+        "num_attention_heads": shapes["layers.0.self_attn.q_proj.weight"][0] // head,
+        "num_key_value_heads": shapes["layers.0.self_attn.k_proj.weight"][0] // head,
+        "use_cache": False,
+    }
 
 
 def _layers(shapes: Shapes) -> int:
@@ -125,7 +151,7 @@ def _cut_t5(config: Any) -> Cut:
     return Cut(T5_SPLIT, config.num_heads, config.d_kv)
 
 
-def _cut_qwen(config: Any) -> Cut:
+def _cut_decoder(config: Any) -> Cut:
     """The queries of a key stay with it."""
     heads = config.num_key_value_heads
     together = config.num_attention_heads // heads
@@ -142,7 +168,7 @@ def _cut_qwen(config: Any) -> Cut:
     return Cut(split, heads, config.head_dim)
 
 
-T5_WORDS, QWEN_WORDS = ("shared", "encoder.embed_tokens"), ("embed_tokens",)
+T5_WORDS, DECODER_WORDS = ("shared", "encoder.embed_tokens"), ("embed_tokens",)
 QWEN_TOKENIZER = {"kind": "Qwen2Tokenizer", "padding": QWEN_PADDING, "ends": False}
 CLASSES: Mapping[str, EncoderClass] = {
     "umt5xxl": EncoderClass(UMT5EncoderModel, partial(_t5, UMT5Config), T5_WORDS, r"encoder\.block", _cut_t5),
@@ -151,14 +177,21 @@ CLASSES: Mapping[str, EncoderClass] = {
         {"kind": "T5TokenizerFast", "padding": 0},
     ),
     "clip_l": EncoderClass(
-        CLIPTextModel, _clip_l, ("embeddings.token_embedding",), r"encoder\.layers",
+        CLIPTextModel, partial(_clip, hidden_act="quick_gelu"), ("embeddings.token_embedding",), r"encoder\.layers",
         tokenizer={"kind": "CLIPTokenizer", "padding": CLIP_END, "starts": True},
     ),
+    "clip_g": EncoderClass(
+        CLIPTextModelWithProjection, partial(_clip, hidden_act="gelu"), ("embeddings.token_embedding",), r"encoder\.layers",
+        tokenizer={"kind": "CLIPTokenizer", "padding": 0, "starts": True},
+    ),
+    "gemma2_2b": EncoderClass(
+        Gemma2Model, _gemma2, (), "layers", _cut_decoder, pieces={"start": GEMMA_START, "end": None}
+    ),
     "qwen3_4b": EncoderClass(
-        Qwen3Model, partial(_qwen, Qwen3Config), QWEN_WORDS, "layers", _cut_qwen, QWEN_TOKENIZER
+        Qwen3Model, partial(_qwen, Qwen3Config), DECODER_WORDS, "layers", _cut_decoder, QWEN_TOKENIZER
     ),
     "qwen25_7b": EncoderClass(
-        Qwen2Model, partial(_qwen, Qwen2Config), QWEN_WORDS, "layers", _cut_qwen, QWEN_TOKENIZER
+        Qwen2Model, partial(_qwen, Qwen2Config), DECODER_WORDS, "layers", _cut_decoder, QWEN_TOKENIZER
     ),
 }  # fmt: skip
 """By kind. Qwen2.5-VL's language model is Qwen2 where there is text alone: the three numbers of a place are then one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ class PromptEncoder:
         ids = torch.tensor(rows[:1] if use.gives == "pooled" else rows, device=device)
         mask = torch.tensor([self._words_of(row) for row in ids.tolist()], device=device)
         output = model(input_ids=ids, attention_mask=mask if use.masked else None, output_hidden_states=bool(use.layer))
-        pooled = None if use.gives == "tokens" else output.pooler_output[:1].float().cpu()
+        pooled = None if use.gives == "tokens" else _pooled(output)[:1].float().cpu()
         if use.gives == "pooled":
             return Encoded(None, pooled, None)
         hidden = output.hidden_states[use.layer] if use.layer else output.last_hidden_state
@@ -57,6 +57,11 @@ class PromptEncoder:
         stop = self._tokenizer.padding if end is None else end
         count = len(row) if stop not in row else row.index(stop) + (end is not None)
         return [1] * count + [0] * (len(row) - count)
+
+
+def _pooled(output: Any) -> torch.Tensor:
+    """Of each row one vector, projected where the class does that."""
+    return output.text_embeds if hasattr(output, "text_embeds") else output.pooler_output
 
 
 def _weighed(hidden: torch.Tensor, prompt: Prompt) -> torch.Tensor:

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 from transformers.utils.logging import disable_progress_bar
 
 from ..configuration import load_folder
 from ..errors import Refused
+from ..families.texts import JOINED_WIDTH
 from ..inspection import read_json
 from ..lora.apply import Loras
 from ..progress import ReportProgress
@@ -102,10 +104,20 @@ class TextEncoder:
 
 
 def _joined(encoded: Sequence[Encoded]) -> Conditioning:
-    """The conditioning of what each encoder gives."""
-    [tokens] = [each for each in encoded if each.tokens is not None]
-    pooled = next((each.pooled for each in encoded if each.pooled is not None), None)
-    return Conditioning(embedding=tokens.tokens, pooled=pooled, attention_mask=tokens.mask)
+    """The conditioning of what each encoder gives: tokens that come with a pooled prompt stand side by side, others behind them."""
+    beside = [each.tokens for each in encoded if each.tokens is not None and each.pooled is not None]
+    behind = [each for each in encoded if each.tokens is not None and each.pooled is None]
+    pooled = [each.pooled for each in encoded if each.pooled is not None]
+    tokens = [each.tokens for each in behind]
+    if beside:
+        shortest = min(each.shape[1] for each in beside)
+        together = torch.cat([each[:, :shortest] for each in beside], dim=-1)
+        tokens.insert(0, F.pad(together, (0, JOINED_WIDTH - together.shape[-1])))
+    return Conditioning(
+        embedding=torch.cat(tokens, dim=1),
+        pooled=torch.cat(pooled, dim=-1) if pooled else None,
+        attention_mask=None if beside else behind[0].mask,
+    )
 
 
 def _model(part: TextPart, *, dtype: torch.dtype, group: dist.ProcessGroup | None) -> nn.Module:

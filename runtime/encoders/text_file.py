@@ -59,7 +59,9 @@ def load_tokenizer(part: TextPart) -> Tokenizer:
         return Tokenizer.from_folder(part.tokenizer, **CLASSES[part.use.kind].tokenizer)
     path, name = part.file.pieces
     with mapped_safetensors(path) as opened:
-        return Tokenizer.from_pieces(bytes(opened.get_tensor(name).tolist()), where=path)
+        return Tokenizer.from_pieces(
+            bytes(opened.get_tensor(name).tolist()), where=path, **CLASSES[part.use.kind].pieces
+        )
 
 
 def _fill(

@@ -62,7 +62,7 @@ def split_encoder(model: nn.Module, cut: Cut, *, words: tuple[str, ...], group: 
             f"CLIP Loader and CLIP Text Encode"
         )
     swap_linears(model, cut.split, head_dim=cut.head_dim, group=group)
-    table = ParallelEmbedding(model.get_submodule(words[0]), mode="gather", group=group)
+    table = ParallelEmbedding(model.get_submodule(words[0]), mode="gather", group=group) if words else None
     for name in words:
         model.set_submodule(name, table)
     for module in list(model.modules()):

@@ -60,7 +60,7 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_pieces(cls, model: bytes, *, where: Path) -> Tokenizer:
+    def from_pieces(cls, model: bytes, *, where: Path, start: int | None = None, end: int | None = END) -> Tokenizer:
         """One of SentencePiece (Kudo & Richardson 2018, arXiv:1808.06226), by its model. Raises `Refused`."""
         try:
             from sentencepiece import SentencePieceProcessor
@@ -72,7 +72,7 @@ class Tokenizer:
             pieces = SentencePieceProcessor(model_proto=model)
         except (RuntimeError, TypeError) as error:
             raise Refused(f"{where} is damaged: the tokenizer inside cannot be read. Download it again") from error
-        return cls(pieces.encode, words=pieces.get_piece_size(), padding=PADDING, end=END)
+        return cls(pieces.encode, words=pieces.get_piece_size(), padding=PADDING, start=start, end=end)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

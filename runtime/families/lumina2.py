@@ -9,6 +9,7 @@ from typing import Any
 from .cuts import LinearShard, TensorSplit, TokenPlace, TokenSplit
 from .flux import LATENT
 from .spec import FamilySpec
+from .texts import GEMMA2
 from .written import Fused, Rebuilt, Shapes, Variant, count_blocks
 
 PATCH = (2, 2)
@@ -160,5 +161,6 @@ LUMINA2 = FamilySpec(
     tiny=TINY,
     timestep_scale=1.0,
     text_encoders="Gemma 2: use a CLIP Loader (type lumina2) and CLIP Text Encode",
+    texts=GEMMA2,
 )
 """The class puts text and picture together by their whole numbers: they are gathered behind the refiners, and dealt anew."""

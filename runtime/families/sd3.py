@@ -10,6 +10,7 @@ from typing import Any
 
 from .cuts import LinearShard, TensorSplit, TokenPlace, TokenSplit
 from .spec import FamilySpec, LatentFormat
+from .texts import CLIPS_AND_T5
 from .written import Fused, Shapes
 
 PATCH = (2, 2)
@@ -181,4 +182,5 @@ SD3 = FamilySpec(
     pooled_width="pooled_projection_dim",
     positions="pos_embed_max_size",
     text_encoders="CLIP-L, CLIP-G and T5: use a TripleCLIPLoader and CLIP Text Encode",
+    texts=CLIPS_AND_T5,
 )

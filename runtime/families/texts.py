@@ -17,7 +17,8 @@ class TextUse:
     The prompt stands in the place of `{}` in the `template`, unless it begins as one of `own_templates` does; with
     `after_template` the tokens before the user's turn are left out.
 
-    `weighted`: `(word:1.2)` counts, by the distance from an empty prompt, which has no end where `blank_end` is False.
+    `weighted`: `(word:1.2)` counts, by the distance from an empty prompt, which has no end where `blank_end` is False. The
+    model runs without an `optional` one as well.
     """
 
     kind: str
@@ -33,16 +34,27 @@ class TextUse:
     after_template: bool = False
     weighted: bool = True
     blank_end: bool = True
+    optional: bool = False
 
 
 UMT5 = (TextUse("umt5xxl", length=512, masked=True, zeroed=True),)
 """Wan."""
 CLIP_AND_T5 = (TextUse("clip_l", gives="pooled", length=77, section=77), TextUse("t5xxl", length=256))
 """Flux.1."""
+CLIPS_AND_T5 = (
+    TextUse("clip_l", gives="both", layer=-2, length=77, section=77),
+    TextUse("clip_g", gives="both", layer=-2, length=77, section=77),
+    TextUse("t5xxl", length=77, optional=True),
+)
+"""Stable Diffusion 3: the tokens of the two CLIPs side by side, and those of T5 behind them."""
+JOINED_WIDTH = 4096
+"""That of the tokens of T5, which those of the two CLIPs are filled up to."""
 BARE_T5 = (TextUse("t5xxl", blank_end=False),)
 """Chroma."""
 MASKED_T5 = (TextUse("t5xxl", length=128, masked=True, tells_mask=True),)
 """LTX-Video."""
+GEMMA2 = (TextUse("gemma2_2b", layer=-2, masked=True, tells_mask=True),)
+"""Lumina-Image 2.0."""
 QWEN3 = (
     TextUse(
         "qwen3_4b",
