@@ -50,6 +50,10 @@ AWQ_LEAVES = frozenset((CODES, "wscales", "wzeros", "bias"))
 CODE_DTYPES = ("I8", "U8", "I32")
 """Two codes in a byte; in an I32 those of a Linear of which only the weight is in 4 bits."""
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+SCALE_DTYPES = (*PLAIN_DTYPES, "F8_E4M3")
+ROUNDING, PLACES = "quantization_config", "runtime_tensor_layout"
+"""What a file says of its numbers, and where other writers say whether its tensors are packed."""
+GROUP_OF = {"int4": 64, "fp4_e2m1_all": 16}
 UNIT, RANKS = 128, 16
 """What the sizes of a 4-bit Linear are filled up to, and what its rank is a multiple of."""
 FOLDER = ("transformer_blocks.safetensors", "unquantized_layers.safetensors")
@@ -83,13 +87,14 @@ def is_packed_folder(path: Path) -> bool:
 
 def packed_file(path: Path, header: Header) -> ModelFacts:
     """The facts of a file with the tensors of `header`. Raises `Refused`."""
-    try:
-        config = json.loads(read_metadata(path)["config"])
-    except (KeyError, ValueError, RecursionError) as error:
+    metadata = read_metadata(path)
+    config = _read(metadata, "config")
+    if config is None:
         raise Refused(
             f"{path} is in 4 bits, but has no configuration in its metadata, as the single files of Nunchaku have: "
             f"choose one of those, or the folder that it is from"
-        ) from error
+        )
+    _check_rounding(path, _read(metadata, ROUNDING), metadata)
     return _facts(path, {path: header}, config)
 
 
@@ -98,7 +103,34 @@ def packed_folder(path: Path, config: Mapping[str, Any]) -> ModelFacts:
     missing = [name for name in FOLDER if not (path / name).is_file()]
     if missing:
         raise Refused(f"{path} has {' and '.join(set(FOLDER) - set(missing))} but not {missing[0]}: download that too")
+    _check_rounding(path, config.get(ROUNDING), {})
     return _facts(path, {path / name: read_header(path / name) for name in FOLDER}, config)
+
+
+def _read(metadata: Mapping[str, str], key: str) -> Any:
+    """What a text of the metadata says; None where there is none, or it is not JSON."""
+    try:
+        return json.loads(metadata[key])
+    except (KeyError, ValueError, RecursionError):
+        return None
+
+
+def _check_rounding(path: Path, rounding: Any, metadata: Mapping[str, str]) -> None:
+    """Raise `Refused` where a file says of itself that its numbers are others than those that are read here."""
+    rounding = rounding if isinstance(rounding, dict) else {}
+    weight = rounding["weight"] if isinstance(rounding.get("weight"), dict) else {}
+    said = {
+        "method": (rounding.get("method"), ("svdquant",)),
+        "dtype": (weight.get("dtype"), tuple(GROUP_OF)),
+        "group_size": (weight.get("group_size"), (GROUP_OF.get(weight.get("dtype")),)),
+        PLACES: (rounding.get(PLACES, metadata.get(PLACES)), ("nunchaku_packed",)),
+    }
+    for key, (value, known) in said.items():
+        if value is not None and value not in known:
+            raise Refused(
+                f"{path} says that its {key} is {value!r}, but only {' and '.join(map(repr, known))} can be read: choose an "
+                f"INT4 or NVFP4 file of Nunchaku"
+            )
 
 
 def _facts(path: Path, headers: Mapping[Path, Header], config: Any) -> ModelFacts:
@@ -210,6 +242,11 @@ def _check_shapes(path: Path, module: str, entries: Mapping[str, TensorEntry]) -
     lacking = [leaf for leaf in ("proj_down", "proj_up", "smooth_factor") if leaf not in ours]
     if lacking:
         raise Refused(f"{path}: {module} has no {', '.join(lacking)}: choose another file")
+    if ours["wscales"].dtype not in SCALE_DTYPES:
+        raise Refused(
+            f"{path}: {module}.wscales is {ours['wscales'].dtype}, but scales of INT4 are BF16 or F16, and of NVFP4 F8_E4M3: "
+            f"choose another file"
+        )
     n, k = ours[CODES].shape[0], 2 * ours[CODES].shape[1]
     group = GROUPS[SVDQUANT_NVFP4 if ours["wscales"].dtype == "F8_E4M3" else SVDQUANT_INT4]
     rank = ours["proj_down"].shape[-1] if ours["proj_down"].shape else 0

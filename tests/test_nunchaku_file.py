@@ -16,8 +16,8 @@ from runtime.inspection import inspect_model
 from runtime.quant.svdquant.formats import INT4
 from runtime.quant.svdquant.tensors import Packing
 from runtime.safetensors_header import read_metadata
+from tests.nunchaku_packer import packed_modulation
 from tests.ranks import Case, relative_error, run_as_threads, run_case, run_on_one
-from tests.test_svdquant_format import awq_words
 
 WIDTH = 128
 OLD_NAMES = {
@@ -65,7 +65,7 @@ def modulation(parts: int, seed: int, bias: torch.Tensor) -> tuple[torch.Tensor,
         return rows.unflatten(0, (parts, WIDTH)).transpose(0, 1).flatten(0, 1)
 
     return weight, {
-        "qweight": awq_words(interleaved(codes).tolist()),
+        "qweight": packed_modulation(interleaved(codes)),
         "wscales": interleaved(scales).T.contiguous(),
         "wzeros": interleaved(zeros).T.contiguous(),
         "bias": interleaved(lifted.flatten()).contiguous(),
@@ -176,6 +176,7 @@ def damaged(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
         ({"proj_up": torch.zeros(128, 8), "proj_down": torch.zeros(128, 8)}, "a rank of 8; .* ranks of 16"),
         ({"wscales": torch.ones(8, 128).bfloat16()}, r"in groups of 64, .* wscales is \(8, 128\) and not \(2, 128\)"),
         ({"wscales": torch.ones(2, 128).to(torch.float8_e4m3fn)}, r"in groups of 16, .* wscales is \(2, 128\)"),
+        ({"wscales": torch.ones(2, 128, dtype=torch.int32)}, "x.wscales is I32, but scales of INT4 are BF16 or F16"),
         ({"smooth_factor": None}, "x has no smooth_factor"),
         ({"bias": torch.zeros(64)}, r"bias is \(64,\) and not \(128,\)"),
         ({"qweight": torch.zeros(128, 32, dtype=torch.int8)}, r"codes for 128 x 64, "),
@@ -208,6 +209,11 @@ def test_a_file_that_is_cut_short_or_of_another_size_or_no_number_is_refused(tmp
 FLUX_CONFIG = {"config": json.dumps({"_class_name": "FluxTransformer2DModel", **FLUX.tiny})}
 
 
+def said(**quantization: object) -> dict[str, str]:
+    """The metadata of a file that says this of its numbers."""
+    return {**FLUX_CONFIG, "quantization_config": json.dumps(quantization)}
+
+
 @pytest.mark.parametrize(
     ("change", "metadata", "says"),
     [
@@ -227,6 +233,15 @@ FLUX_CONFIG = {"config": json.dumps({"_class_name": "FluxTransformer2DModel", **
         ),
         ({"x.qweight": torch.tensor(1, dtype=torch.int8)}, FLUX_CONFIG, r"x.qweight is I8 \(\), but"),
         ({"x.qweight": torch.zeros(128, 8, dtype=torch.int64)}, FLUX_CONFIG, r"x.qweight is I64 \(128, 8\), but"),
+        ({}, said(method="gptq"), "its method is 'gptq', but only 'svdquant' can be read"),
+        ({}, said(weight={"dtype": "int8"}), "its dtype is 'int8', but only 'int4' and 'fp4_e2m1_all'"),
+        ({}, said(weight={"dtype": "int4", "group_size": 32}), "its group_size is 32, but only 64 can"),
+        (
+            {},
+            said(runtime_tensor_layout="logical"),
+            "its runtime_tensor_layout is 'logical', but only 'nunchaku_packed'",
+        ),
+        ({}, {**FLUX_CONFIG, "runtime_tensor_layout": "logical"}, "its runtime_tensor_layout is 'logical'"),
     ],
 )
 def test_a_file_that_says_too_little_is_refused(tmp_path, change, metadata, says):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import signal
 import subprocess
@@ -28,6 +30,7 @@ from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.quant.svdquant.formats import INT4, NVFP4, UNSIGNED_INT4
+from runtime.quantize import job
 from runtime.quantize.job import QuantizeSettings, quantize
 from runtime.quantize.layer import fit_linear, nearest_error
 from runtime.safetensors_header import read_header, read_metadata
@@ -35,6 +38,7 @@ from runtime.settings import TINY_SHAPES, ModelSettings
 from runtime.tiny_shapes.evaluate import judge
 from runtime.tiny_shapes.scenes import HELD_OUT
 from tests.ranks import Case, relative_error, run_as_threads, run_case, run_on_one
+from tests.test_experts import write_expert
 from tests.test_svdquant_ranks import FLIP_LIMIT
 
 ROOT = Path(__file__).parents[1]
@@ -121,7 +125,19 @@ def test_the_file_over_ranks_is_the_file_on_one(made, degrees):
         assert relative_error(result, reference) < FLIP_LIMIT  # at best the 2e-6 that the plain model has, at cfg 5
 
 
-def test_a_job_that_was_killed_goes_on_where_it_was(tmp_path, capsys):
+def test_a_model_is_quantised_once_and_not_onto_itself(made, tmp_path):
+    expert = write_expert(tmp_path / "expert", seed=1)
+    itself = expert / "diffusion_pytorch_model.safetensors"
+    for model, out, says in (
+        (made[0], tmp_path / "x", "is quantised already"),
+        (expert, itself, "is the model itself"),
+    ):
+        with pytest.raises(Refused, match=says):
+            quantize(quantize_settings(model=str(model)), out, progress=ignore_progress)
+    assert [path.name for path in tmp_path.iterdir()] == ["expert"]
+
+
+def test_a_job_that_was_killed_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
     (tmp_path / "prompts.txt").write_text("one\ntwo\n")
     flags = ["--model", "random:wan", "--steps", "1", "--tokens", "64", "--rank", "16", "--size", "64", "--json"]
     flags += ["--prompts", str(tmp_path / "prompts.txt")]
@@ -139,9 +155,19 @@ def test_a_job_that_was_killed_goes_on_where_it_was(tmp_path, capsys):
     with pytest.raises(Refused, match=r"has parts of another job"):
         quantize(quantize_settings(model="random:wan"), killed, progress=ignore_progress)
 
-    seen, again = [], []
     settings = QuantizeSettings(**{**json.loads((parts / "job.json").read_text())})
     settings = replace(settings, prompts=tuple(settings.prompts), latent=tuple(settings.latent))
+
+    def full(path, tensors):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(Refused, match=r"No space left on device\. What is done is kept"),
+    ):
+        patched.setattr(job, "write_whole", full)
+        quantize(settings, killed, progress=ignore_progress)
+    seen, again = [], []
 
     def watch(stage, step, total, **_):
         seen.append(stage)

@@ -1,12 +1,12 @@
 """Nunchaku's packed tensors are read and written as published, and cut for ranks without changing a number.
 
-What is packed here is packed by address: for each number the place where the published description of the layout puts
-it. The decoder moves dims; the two share no code.
+What they are read from is packed by address, in `nunchaku_packer`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 
 import pytest
@@ -20,80 +20,18 @@ from runtime.quant.svdquant import packing
 from runtime.quant.svdquant.formats import INT4, NVFP4, code_values, round_e2m1, value_codes
 from runtime.quant.svdquant.tensors import PackedCut, Packing, every
 from runtime.stored import AWQ_INT4, Stored
+from tests import nunchaku_packer
 from tests.ranks import run_as_threads
 
 RANK = 32
-SCALE_LANES = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
-"""The rows of a block of 16 in the order in which four lanes read their 16-bit scales."""
 MICRO_WORDS = [0, 32, 64, 96, 8, 40, 72, 104, 16, 48, 80, 112, 24, 56, 88, 120, 1, 33, 65, 97]
 """The first rows of 128 whose words of 8-bit scales are read, by lanes 0 to 4."""
 
 
-def drawn(*shape: int, below: int, seed: int = 0) -> list:
-    """Whole numbers from 0, nested as the shape says."""
+def drawn(*shape: int, below: int, seed: int = 0) -> torch.Tensor:
+    """Whole numbers from 0."""
     source = random.Random(f"{seed} {shape}")
-
-    def draw(sizes: tuple[int, ...]) -> list:
-        return (
-            [source.randrange(below) for _ in range(sizes[0])]
-            if len(sizes) == 1
-            else [draw(sizes[1:]) for _ in range(sizes[0])]
-        )
-
-    return draw(shape)
-
-
-def code_bytes(codes: list[list[int]]) -> bytearray:
-    """A nibble for each code. A 32-bit word has eight neighbours of a row; a lane has four words."""
-    n_size, k_size = len(codes), len(codes[0])
-    memory = bytearray(n_size * k_size // 2)
-    for n in range(n_size):
-        for k in range(k_size):
-            tile = (n // 128) * (k_size // 64) + k // 64
-            lane = (n % 8) * 4 + k % 32 // 8
-            word = ((tile * 8 + n % 128 // 16) * 32 + lane) * 4 + n % 16 // 8 * 2 + k % 64 // 32
-            memory[word * 4 + k % 8 // 2] |= codes[n][k] << 4 * (k % 2)
-    return memory
-
-
-def scale_order(rows: list[list[int]]) -> list[int]:
-    """Scales of groups of 64 in memory: tiles of 128 rows, one group after the other within."""
-    order = []
-    for tile in range(0, len(rows), 128):
-        for group in range(len(rows[0])):
-            for block in range(tile, tile + 128, 16):
-                order += [rows[block + lane][group] for lane in SCALE_LANES]
-    return order
-
-
-def micro_scale_order(rows: list[list[int]]) -> list[int]:
-    """Scales of groups of 16 in memory: words of four groups, for rows 32 apart."""
-    order = []
-    for tile in range(0, len(rows), 128):
-        for group in range(0, len(rows[0]), 4):
-            for lane in range(32):
-                first = lane // 4 + lane % 4 * 8
-                for row in range(first, first + 128, 32):
-                    order += rows[tile + row][group : group + 4]
-    return order
-
-
-def low_rank_order(matrix: list[list[int]], *, down: bool) -> list[int]:
-    """16 x 16 tiles; the outer loop runs along the features. Lanes hold two neighbours of rows n, n + 8 at k, k + 8."""
-    high, wide = len(matrix), len(matrix[0])
-    tiles = (
-        [(r, c) for c in range(0, wide, 16) for r in range(0, high, 16)]
-        if down
-        else [(r, c) for r in range(0, high, 16) for c in range(0, wide, 16)]
-    )
-    order = []
-    for row, column in tiles:
-        for lane in range(32):
-            for half_n in (0, 8):
-                for half_k in (0, 8):
-                    here = row + lane // 4 + half_n, column + lane % 4 * 2 + half_k
-                    order += [matrix[here[0]][here[1]], matrix[here[0]][here[1] + 1]]
-    return order
+    return torch.tensor([source.randrange(below) for _ in range(math.prod(shape))]).reshape(shape)
 
 
 SIZES = [(128, 128), (256, 192 + 64), (384, 128)]
@@ -101,49 +39,46 @@ SIZES = [(128, 128), (256, 192 + 64), (384, 128)]
 
 @pytest.mark.parametrize(("n", "k"), SIZES)
 def test_codes_are_read_where_the_layout_puts_them(n, k):
-    codes = drawn(n, k, below=16)
-    packed = torch.frombuffer(code_bytes(codes), dtype=torch.int8).reshape(n, k // 2)
-    assert torch.equal(packing.unpack_codes(packed), torch.tensor(codes, dtype=torch.uint8))
-    assert torch.equal(packing.pack_codes(torch.tensor(codes)), packed)
+    codes = drawn(n, k, below=16).to(torch.uint8)
+    packed = nunchaku_packer.packed_codes(codes)
+    assert torch.equal(packing.unpack_codes(packed), codes)
+    assert torch.equal(packing.pack_codes(codes), packed)
 
 
 @pytest.mark.parametrize(("n", "k"), SIZES)
 def test_scales_of_64_are_read_where_the_layout_puts_them(n, k):
-    rows = drawn(n, k // 64, below=256)
-    packed = torch.tensor(scale_order(rows), dtype=torch.bfloat16).reshape(k // 64, n)
-    assert torch.equal(packing.unpack_scales(packed), torch.tensor(rows, dtype=torch.bfloat16))
-    assert torch.equal(packing.pack_scales(torch.tensor(rows, dtype=torch.bfloat16)), packed)
+    scales = drawn(n, k // 64, below=256).bfloat16()
+    packed = nunchaku_packer.packed_scales(scales)
+    assert torch.equal(packing.unpack_scales(packed), scales)
+    assert torch.equal(packing.pack_scales(scales), packed)
 
 
 @pytest.mark.parametrize(("n", "k"), SIZES)
 def test_scales_of_16_are_read_where_the_layout_puts_them(n, k):
-    rows = drawn(n, k // 16, below=127)
-    packed = torch.tensor(micro_scale_order(rows), dtype=torch.uint8).view(torch.float8_e4m3fn).reshape(k // 16, n)
-    plain = torch.tensor(rows, dtype=torch.uint8)
-    assert torch.equal(packing.unpack_micro_scales(packed).view(torch.uint8), plain)
-    repacked = packing.pack_micro_scales(plain.view(torch.float8_e4m3fn))
-    assert torch.equal(repacked.view(torch.uint8), packed.view(torch.uint8))
-    order = micro_scale_order([[place] * 4 for place in range(128)])
-    assert order[: 4 * len(MICRO_WORDS) : 4] == MICRO_WORDS
+    scales = drawn(n, k // 16, below=127).to(torch.uint8).view(torch.float8_e4m3fn)
+    packed = nunchaku_packer.packed_micro_scales(scales)
+    assert same(packing.unpack_micro_scales(packed), scales)
+    assert same(packing.pack_micro_scales(scales), packed)
+    rows = torch.arange(128, dtype=torch.uint8)[:, None].repeat(1, 4)
+    assert nunchaku_packer.packed_micro_scales(rows).flatten()[: 4 * len(MICRO_WORDS) : 4].tolist() == MICRO_WORDS
 
 
 def test_vectors_are_read_in_the_order_of_the_lanes():
-    vector = list(range(256))
-    packed = torch.tensor(scale_order([[value] for value in vector]), dtype=torch.float32)
+    vector = torch.arange(256.0)
+    packed = nunchaku_packer.packed_vector(vector)
     assert packed[:8].tolist() == [0, 1, 8, 9, 2, 3, 10, 11]
-    assert packing.unpack_vector(packed).tolist() == vector
-    assert torch.equal(packing.pack_vector(torch.arange(256.0)), packed)
+    assert torch.equal(packing.unpack_vector(packed), vector)
+    assert torch.equal(packing.pack_vector(vector), packed)
 
 
-@pytest.mark.parametrize("rank", [16, 32, 48])
+@pytest.mark.parametrize("rank", [16, 32, 48, 128])
 def test_low_rank_matrices_are_read_where_the_layout_puts_them(rank):
-    up, down = drawn(128, rank, below=256), drawn(rank, 256, below=256, seed=1)
-    packed_up = torch.tensor(low_rank_order(up, down=False), dtype=torch.bfloat16).reshape(128, rank)
-    packed_down = torch.tensor(low_rank_order(down, down=True), dtype=torch.bfloat16).reshape(256, rank)
-    assert torch.equal(packing.unpack_up(packed_up), torch.tensor(up, dtype=torch.bfloat16))
-    assert torch.equal(packing.unpack_down(packed_down), torch.tensor(down, dtype=torch.bfloat16))
-    assert torch.equal(packing.pack_up(torch.tensor(up, dtype=torch.bfloat16)), packed_up)
-    assert torch.equal(packing.pack_down(torch.tensor(down, dtype=torch.bfloat16)), packed_down)
+    up, down = (drawn(*shape, below=256).bfloat16() for shape in ((128, rank), (rank, 256)))
+    packed_up, packed_down = nunchaku_packer.packed_up(up), nunchaku_packer.packed_down(down)
+    assert torch.equal(packing.unpack_up(packed_up), up)
+    assert torch.equal(packing.unpack_down(packed_down), down)
+    assert torch.equal(packing.pack_up(up), packed_up)
+    assert torch.equal(packing.pack_down(down), packed_down)
 
 
 UPSTREAM = {
@@ -157,19 +92,26 @@ UPSTREAM = {
 """The first half of the SHA-256 of what Nunchaku's own packer (commit 3a3cc3d) makes of the numbers below."""
 
 
-def test_what_is_packed_is_byte_for_byte_what_nunchaku_packs():
-    def numbers(*shape: int) -> torch.Tensor:
-        return torch.tensor(drawn(*shape, below=256), dtype=torch.bfloat16)
+NAMES = {name: name.replace(" ", "_") for name in UPSTREAM}
 
-    micro_scales = torch.tensor(drawn(256, 8, below=127), dtype=torch.uint8).view(torch.float8_e4m3fn)
-    packed = {
-        "codes": packing.pack_codes(torch.tensor(drawn(256, 128, below=16))),
-        "scales": packing.pack_scales(numbers(256, 2)),
-        "micro scales": packing.pack_micro_scales(micro_scales),
-        "vector": packing.pack_vector(numbers(256, 1).flatten()),
-        "up": packing.pack_up(numbers(256, 32)),
-        "down": packing.pack_down(numbers(32, 256)),
+
+@pytest.mark.parametrize("packer", ["pack", "packed"])
+def test_what_is_packed_is_byte_for_byte_what_nunchaku_packs(packer):
+    """By us, and by address in the tests."""
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return drawn(*shape, below=256).bfloat16()
+
+    plain = {
+        "codes": drawn(256, 128, below=16),
+        "scales": numbers(256, 2),
+        "micro scales": drawn(256, 8, below=127).to(torch.uint8).view(torch.float8_e4m3fn),
+        "vector": numbers(256, 1).flatten(),
+        "up": numbers(256, 32),
+        "down": numbers(32, 256),
     }
+    module = packing if packer == "pack" else nunchaku_packer
+    packed = {name: getattr(module, f"{packer}_{NAMES[name]}")(tensor) for name, tensor in plain.items()}
     hashes = {
         name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
         for name, tensor in packed.items()
@@ -287,27 +229,15 @@ def test_a_cut_through_a_group_of_inputs_is_refused():
 # The modulation: 4-bit weights for 16-bit inputs ---------------------------------------------------------------------
 
 
-def awq_words(codes: list[list[int]]) -> torch.Tensor:
-    """Where the published description puts each code: 16-bit words of four, rows in fours, 64 columns of each."""
-    n_size, k_size = len(codes), len(codes[0])
-    memory = bytearray(n_size * k_size // 2)
-    for n in range(n_size):
-        for k in range(k_size):
-            word = ((n // 4 * (k_size // 64) + k // 64) * 4 + n % 4) * 16 + k % 64 // 32 * 8 + k % 8
-            nibble = k % 32 // 8
-            memory[2 * word + nibble // 2] |= codes[n][k] << 4 * (nibble % 2)
-    return torch.frombuffer(memory, dtype=torch.int32).reshape(n_size // 4, k_size // 2)
-
-
 @pytest.mark.parametrize("parts", [3, 6])
 @pytest.mark.parametrize("degree", [1, 2])
 def test_modulation_is_read_in_the_order_of_the_class(degree, parts):
     """Rows lie feature by feature there, and the scales' biases have 1 added."""
     width = 128
     codes = drawn(parts * width, width, below=16)
-    scales, zeros = (torch.tensor(drawn(parts * width, width // 64, below=16, seed=s)).float() for s in (1, 2))
-    bias = torch.tensor(drawn(parts * width, 1, below=16, seed=3)).float().flatten()
-    plain = torch.tensor(codes).float() * scales.repeat_interleave(64, 1) - zeros.repeat_interleave(64, 1)
+    scales, zeros = (drawn(parts * width, width // 64, below=16, seed=s).float() for s in (1, 2))
+    bias = drawn(parts * width, 1, below=16, seed=3).float().flatten()
+    plain = codes.float() * scales.repeat_interleave(64, 1) - zeros.repeat_interleave(64, 1)
     x = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
     expected = x @ plain.T + bias
 
@@ -318,13 +248,13 @@ def test_modulation_is_read_in_the_order_of_the_class(degree, parts):
     for part in (1, parts - 2):
         ones[part * width : (part + 1) * width] = 1
     tensors = {
-        "qweight": awq_words(in_file_order(torch.tensor(codes)).tolist()),
+        "qweight": nunchaku_packer.packed_modulation(in_file_order(codes)),
         "wscales": in_file_order(scales).T.contiguous(),
         "wzeros": -in_file_order(zeros).T.contiguous(),
         "bias": in_file_order(bias + ones),
     }
-    assert torch.equal(unpack_awq(tensors["qweight"]), in_file_order(torch.tensor(codes, dtype=torch.uint8)))
-    assert torch.equal(pack_awq(in_file_order(torch.tensor(codes))), tensors["qweight"])
+    assert torch.equal(unpack_awq(tensors["qweight"]), in_file_order(codes).to(torch.uint8))
+    assert torch.equal(pack_awq(in_file_order(codes)), tensors["qweight"])
     stored = Stored(AWQ_INT4, {leaf: tuple(tensor.shape) for leaf, tensor in tensors.items()})
 
     def layer(**options: object) -> ParallelLinear:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from .output import check_can_write, show
 KINDS = (SVDQUANT_INT4, SVDQUANT_NVFP4)
 RANK_UNIT, MOST_RANK = 16, 512
 SIZE, TINY_SIZE = 512, 128
-LARGE_BYTES = 1 << 30
 MOST_STEPS, MOST_TOKENS, MOST_SIZE = 10000, 1 << 20, 16384
 PROMPTS = (
     "a portrait of an old fisherman in soft window light",
@@ -108,14 +106,9 @@ def _settings(chosen: argparse.Namespace) -> Any:
         latent=(1, form.channels, *([1] if form.dims == 3 else []), side, side),
         steps=chosen.steps,
         tokens=chosen.tokens,
-        dtype="bf16" if chosen.dtype == "auto" and _is_large(facts) else chosen.dtype,
+        dtype=chosen.dtype,
         stamp=_stamp(model),
     )
-
-
-def _is_large(facts: Any) -> bool:
-    """Whether the model in float32, as a processor runs it, would take much memory; as it is stored it stays in its file."""
-    return 4 * sum(map(math.prod, facts.shapes.values())) > LARGE_BYTES
 
 
 def _prompts(path: Path | None, model: str) -> tuple[str, ...]:

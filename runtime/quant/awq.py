@@ -19,6 +19,8 @@ from .core import Core
 
 GROUP = 64
 LARGEST = 15
+AT_ONCE = 256
+"""Features of which the modulation is rounded together."""
 
 
 def unpack_awq(packed: torch.Tensor) -> torch.Tensor:
@@ -40,22 +42,31 @@ def pack_awq(codes: torch.Tensor) -> torch.Tensor:
 
 
 def awq_linear(weight: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A modulation as a file has it, its weight rounded to the nearest. `(parts * features, features)`, float32."""
+    """A modulation as a file has it, its weight rounded to the nearest: `(parts * features, features)` as it is stored, some
+    features at a time.
+    """
     features = weight.shape[1]
     parts = weight.shape[0] // features
-    lifted = bias.unflatten(0, (parts, features)).clone()
+    lifted = bias.float().unflatten(0, (parts, features)).clone()
     for part in _scales(parts):
         lifted[part] += 1
-    groups = weight.unflatten(0, (parts, features)).transpose(0, 1).reshape(-1, features // GROUP, GROUP)
+    blocks = weight.unflatten(0, (parts, features)).transpose(0, 1).split(AT_ONCE)
+    codes, scales, zeros = zip(*(_round_rows(block.flatten(0, 1).float(), dtype) for block in blocks), strict=True)
+    return {
+        "qweight": torch.cat(codes),
+        "wscales": torch.cat(scales).T.contiguous(),
+        "wzeros": torch.cat(zeros).T.contiguous(),
+        "bias": lifted.T.flatten().to(dtype),
+    }
+
+
+def _round_rows(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Packed codes, scales and zeros of rows."""
+    groups = rows.unflatten(1, (-1, GROUP))
     zeros = groups.amin(-1).to(dtype)
     scales = ((groups.amax(-1) - zeros.float()) / LARGEST).clamp(min=torch.finfo(torch.float16).tiny).to(dtype)
     codes = ((groups - zeros.float()[..., None]) / scales.float()[..., None]).round().clamp(0, LARGEST)
-    return {
-        "qweight": pack_awq(codes.flatten(1)),
-        "wscales": scales.T.contiguous(),
-        "wzeros": zeros.T.contiguous(),
-        "bias": lifted.T.flatten().to(dtype),
-    }
+    return pack_awq(codes.flatten(1)), scales, zeros
 
 
 def _scales(parts: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from importlib import import_module
 from subprocess import SubprocessError
@@ -58,9 +59,17 @@ def _failure(kernels: Kernels, kinds: Iterable[str], dtype: torch.dtype, device:
     """What is wrong with kernels on a device; empty when they give the numbers of plain torch."""
     try:
         error = max((_error(kernels, kind, dtype, device) for kind in kinds), default=0.0)
-    except (ImportError, OSError, RuntimeError, SubprocessError) as problem:
-        return f"does not work here ({str(problem).strip().splitlines()[0][:200]})"
+    except _failures() as problem:
+        said = str(problem).strip() or type(problem).__name__
+        return f"does not work here ({said.splitlines()[0][:200]})"
     return "" if error <= TOLERANCE else f"gives other numbers here (relative error {error:.2g})"
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What kernels may fail with that are of another version, for another torch, or for no GPU such as this one."""
+    compiler = sys.modules.get("triton.errors")
+    known = (AttributeError, ImportError, OSError, RuntimeError, SubprocessError, TypeError, ValueError)
+    return known if compiler is None else (*known, compiler.TritonError)
 
 
 @torch.inference_mode()

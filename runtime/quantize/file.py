@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from ..facts import ModelFacts
 from ..families.written import NunchakuFile, PackedLinear
 from ..nunchaku_file import FIRST_NAMES
 from ..quant.awq import awq_linear
 from ..quant.svdquant.formats import Format
-from .weights import Entry, Weights, write_tensors
+from .weights import Entry, Weights, write_tensors, write_whole
 
 DTYPE = torch.bfloat16
 """Of scales, vectors and low-rank matrices; of all else too in a file for Nunchaku, which takes no other."""
@@ -36,10 +35,8 @@ def round_modulations(facts: ModelFacts, weights: Weights, folder: Path) -> list
     found = [name for name in names if pattern and re.fullmatch(pattern, name)]
     for name in found:
         if not part_file(folder, name).exists():
-            weight, bias = (weights.read(f"{name}.{leaf}").float() for leaf in ("weight", "bias"))
-            begun = folder / f"{name}.begun"
-            save_file(awq_linear(weight, bias, DTYPE), begun)
-            begun.replace(part_file(folder, name))
+            weight, bias = (weights.read(f"{name}.{leaf}") for leaf in ("weight", "bias"))
+            write_whole(part_file(folder, name), awq_linear(weight, bias, DTYPE))
     return found
 
 

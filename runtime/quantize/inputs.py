@@ -51,12 +51,13 @@ def keep_inputs(
         progress(STAGE, len(prompts), len(prompts))
 
 
-def read_inputs(folder: Path, name: str, width: int) -> torch.Tensor:
-    """The inputs of a Linear, `(T, width)`. Raises `Refused` when no run reached it."""
+def read_inputs(folder: Path, name: str, width: int, *, most: int) -> torch.Tensor:
+    """Inputs of a Linear, `(T, width)`, evenly from all that were kept. Raises `Refused` when no run reached it."""
     path = input_file(folder, name)
     if not path.is_file() or not path.stat().st_size:
         raise Refused(f"no input of {name} was seen in the runs: give more prompts or steps")
-    return torch.from_numpy(np.fromfile(path, dtype=np.float32)).reshape(-1, width)
+    kept = np.memmap(path, dtype=np.float32, mode="r").reshape(-1, width)
+    return torch.from_numpy(kept[np.linspace(0, len(kept) - 1, min(len(kept), most)).astype(np.int64)])
 
 
 def input_file(folder: Path, name: str) -> Path:

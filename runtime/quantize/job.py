@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from ..checkpoint import build_transformer
 from ..errors import Refused
@@ -23,17 +23,22 @@ from ..quant.svdquant.formats import INT4, NVFP4, UNSIGNED_INT4, Format
 from ..quant.svdquant.making import packed_linear
 from ..quant.svdquant.packing import grown, padded
 from ..quant.svdquant.tensors import Packing
-from ..settings import ModelSettings
+from ..release import release_memory
+from ..settings import MemorySettings, ModelSettings
 from ..stored import SVDQUANT_INT4, SVDQUANT_NVFP4
 from .file import DTYPE, assemble, metadata_of, part_file, round_modulations
 from .inputs import input_file, keep_inputs, read_inputs
 from .layer import Fitted, fit_linear, nearest_error
-from .weights import Weights
+from .weights import Weights, write_whole
 
 STAGE = "quantizing"
 FORMATS = {SVDQUANT_INT4: INT4, SVDQUANT_NVFP4: NVFP4}
 HELD_BACK = 4
 """One of so many inputs is not fitted to, but for the report."""
+PROMPTS_OF_A_RUN = 2
+"""The positive and the negative one, of each of which `tokens` inputs are kept."""
+LARGE_BYTES = 1 << 30
+ONE_BLOCK = MemorySettings(offload="disk", resident_blocks="0", prefetch="0")
 CALIBRATED, JOB, REPORT = "calibrated", "job.json", "report"
 
 
@@ -64,23 +69,44 @@ class LayerReport:
 
 
 def quantize(settings: QuantizeSettings, out: Path, *, progress: ReportProgress) -> list[LayerReport]:
-    """Write `out`, and beside it, until that is done, a folder of what is ready. Raises `Refused` when another job's is there."""
-    facts, form = inspect_model(settings.model), FORMATS[settings.kind]
+    """Write `out`, and beside it, until that is done, a folder of what is ready. Raises `Refused` for a model that cannot be
+    made one, when another job's folder is there, and when there is no room to write.
+    """
+    facts, folder = inspect_model(settings.model), out.with_name(f"{out.name}.parts")
+    _check(facts, out)
+    _begin(folder, settings)
+    try:
+        return _made(settings, facts, folder, out, progress)
+    except OSError as error:
+        reason = ": ".join(str(part) for part in (error.filename, error.strerror or error) if part)
+        raise Refused(
+            f"{reason}. What is done is kept in {folder}: mend that, and give the same command again"
+        ) from error
+
+
+def _check(facts: ModelFacts, out: Path) -> None:
     if facts.stored:
         raise Refused(f"{facts.name} is quantised already: choose the bf16 file of the model")
     if facts.transformer_2 is not None:
         raise Refused(
             f"{facts.name} has two experts: quantise its transformer folder and its transformer_2 folder each"
         )
-    folder = out.with_name(f"{out.name}.parts")
-    _begin(folder, settings)
+    if out.exists() and any(out.samefile(source.path) for source in facts.sources):
+        raise Refused(f"{out} is the model itself: name another file")
+
+
+def _made(
+    settings: QuantizeSettings, facts: ModelFacts, folder: Path, out: Path, progress: ReportProgress
+) -> list[LayerReport]:
+    form = FORMATS[settings.kind]
     model, shapes = build_transformer(facts)
     linears = facts.spec.packed_linears(
         {name: module.out_features for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     )
     del model
     if not (folder / CALIBRATED).exists():
-        _calibrate(settings, folder, sorted({packed.linears[0] for packed in linears.values()}), progress)
+        _calibrate(settings, facts, folder, sorted({packed.linears[0] for packed in linears.values()}), progress)
+        release_memory()
     with Weights(facts, shapes) as weights:
         reports = [
             _done(folder, name) or _quantize_one(settings, facts, folder, name, linears[name], weights)
@@ -107,8 +133,12 @@ def _write(path: Path, text: str) -> None:
     begun.replace(path)
 
 
-def _calibrate(settings: QuantizeSettings, folder: Path, linears: Sequence[str], progress: ReportProgress) -> None:
-    model = ModelSettings(model=settings.model, dtype=settings.dtype)
+def _calibrate(
+    settings: QuantizeSettings, facts: ModelFacts, folder: Path, linears: Sequence[str], progress: ReportProgress
+) -> None:
+    """Runs of the model; of a large one a block at a time is in memory."""
+    memory = ONE_BLOCK if facts.sources and _bytes_in_float32(facts) > LARGE_BYTES else MemorySettings()
+    model = ModelSettings(model=settings.model, dtype=settings.dtype, memory=memory)
     pipeline = Pipeline.load(model, mesh=Mesh.single(), progress=progress)
     keep_inputs(
         pipeline,
@@ -122,6 +152,11 @@ def _calibrate(settings: QuantizeSettings, folder: Path, linears: Sequence[str],
         progress=progress,
     )
     (folder / CALIBRATED).touch()
+
+
+def _bytes_in_float32(facts: ModelFacts) -> int:
+    """What the model would take as a processor runs it."""
+    return 4 * sum(map(math.prod, facts.shapes.values()))
 
 
 def _told(linears: Mapping[str, object], progress: ReportProgress) -> Iterator[str]:
@@ -139,14 +174,14 @@ def _done(folder: Path, name: str) -> LayerReport | None:
 def _quantize_one(
     settings: QuantizeSettings, facts: ModelFacts, folder: Path, name: str, packed: PackedLinear, weights: Weights
 ) -> LayerReport:
-    weight, inputs = _weight_and_inputs(facts, folder, packed, weights)
+    weight, inputs = _weight_and_inputs(settings, facts, folder, packed, weights)
     form = _form(settings, facts, packed)
     rank, (n, k) = min(settings.rank, min(weight.shape) // 16 * 16), weight.shape
     weight, inputs = (grown(tensor, (len(tensor), _whole_groups(k, form))) for tensor in (weight, inputs))
     held_back = inputs[: len(inputs) // HELD_BACK] if len(inputs) >= HELD_BACK else inputs
     fitted = fit_linear(weight, inputs[len(inputs) // HELD_BACK :], form=form, rank=rank)
     tensors = _tensors(fitted, Packing(n, k, rank, form), _bias(packed, weights))
-    save_file(tensors, part_file(folder, name))
+    write_whole(part_file(folder, name), tensors)
     report = LayerReport(
         name=name,
         error=fitted.error_on(held_back, weight, form=form),
@@ -161,11 +196,12 @@ def _quantize_one(
 
 
 def _weight_and_inputs(
-    facts: ModelFacts, folder: Path, packed: PackedLinear, weights: Weights
+    settings: QuantizeSettings, facts: ModelFacts, folder: Path, packed: PackedLinear, weights: Weights
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(N, K)` and `(T, K)` in float32, of the inputs that are its own."""
-    weight = torch.cat([weights.read(f"{linear}.weight").float() for linear in packed.linears])
-    inputs = read_inputs(folder, packed.linears[0], weight.shape[1])
+    """`(N, K)` as it is stored, but in float32 where it is stored in more, and `(T, K)`, of the inputs that are its own."""
+    weight = torch.cat([weights.read(f"{linear}.weight") for linear in packed.linears])
+    weight = weight.float() if weight.dtype == torch.float64 else weight
+    inputs = read_inputs(folder, packed.linears[0], weight.shape[1], most=PROMPTS_OF_A_RUN * settings.tokens)
     if packed.part is None:
         return weight, inputs
     columns = block_spans(facts.spec.input_blocks(packed.linears[0]), weight.shape[1])[packed.part]

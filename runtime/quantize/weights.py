@@ -81,6 +81,14 @@ def write_tensors(
             _write(file, read(name))
 
 
+def write_whole(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A safetensors file of these tensors, which is there when it is whole."""
+    begun = path.with_name(f"{path.name}.begun")
+    entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    write_tensors(begun, entries, tensors.__getitem__, metadata={})
+    begun.replace(path)
+
+
 def _write(file: BinaryIO, tensor: torch.Tensor) -> None:
     if tensor.numel():
         file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)

@@ -60,20 +60,20 @@ def value_codes(values: torch.Tensor, form: Format) -> torch.Tensor:
     """The codes of values that a format has: uint8 from 0 to 15."""
     if not form.is_float:
         return values.to(torch.int8).view(torch.uint8) & 15
-    magnitudes = values.new_tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    return torch.bucketize(values.abs(), magnitudes).to(torch.uint8) + (values < 0).to(torch.uint8) * 8
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=values.device)
+    return torch.bucketize(values.abs().float(), magnitudes).to(torch.uint8) + (values < 0).to(torch.uint8) * 8
 
 
 def round_to_codes(values: torch.Tensor, form: Format) -> torch.Tensor:
     """The nearest values that a weight's code can stand for; of two the one with the even code."""
-    return round_e2m1(values) if form.is_float else values.round().clamp(-INT4_MAX, INT4_MAX)
+    return round_e2m1(values) if form.is_float else values.round().clamp_(-INT4_MAX, INT4_MAX)
 
 
 def round_e2m1(values: torch.Tensor) -> torch.Tensor:
     """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with either sign."""
     size = values.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    return ((values / step).round() * step).clamp(-E2M1_MAX, E2M1_MAX)
+    return (values / step).round_().mul_(step).clamp_(-E2M1_MAX, E2M1_MAX)
 
 
 def round_e4m3(values: torch.Tensor) -> torch.Tensor:

@@ -16,13 +16,15 @@ SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 """What the largest number of a group is tried to be cut to: cutting it rounds the others more finely."""
 AT_ONCE = 1 << 18
 """Numbers that are rounded together: as many as the caches hold."""
-EXACT_WIDTH, OVERSAMPLING, ITERATIONS = 512, 16, 4
+EXACT_WIDTH, OVERSAMPLING = 512, 16
+ITERATIONS, ITERATIONS_NEAR = 4, 1
+"""Of the subspace: from a random one, and from one that is nearly right."""
 
 
 @dataclass(frozen=True)
 class Rounded:
     """A weight `(N, K)` in 4 bits: `values` that codes can stand for, `(N, K)`, `scales` of the groups, `(N, K / group)`,
-    and `tensor_scale` of the whole, which is 1 but for floats.
+    and `tensor_scale` of the whole, which is 1 but for floats. 16 bits hold the values exactly.
     """
 
     values: torch.Tensor
@@ -31,7 +33,7 @@ class Rounded:
 
     @property
     def weight(self) -> torch.Tensor:
-        """What it stands for."""
+        """What it stands for, float32."""
         groups = self.values.unflatten(1, (self.scales.shape[1], -1))
         return (groups * (self.scales * self.tensor_scale)[..., None]).flatten(1)
 
@@ -41,15 +43,32 @@ def on_load_rank(n: int, k: int) -> int:
     return min(ON_LOAD_RANK, min(n, k) // FRAGMENT * FRAGMENT)
 
 
-def round_weight(weight: torch.Tensor, form: Format, *, shrinks: Sequence[float] = SHRINKS) -> Rounded:
-    """To the nearest codes, with the scales of which the squared error is least. `weight` is float32.
+def tensor_scale_of(largest: torch.Tensor, form: Format) -> torch.Tensor:
+    """What all scales of a weight with this largest number are multiplied with."""
+    if not form.is_float:
+        return largest.new_ones(())
+    return (largest / (E2M1_MAX * E4M3_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def largest_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The largest absolute number."""
+    return torch.maximum(tensor.max(), -tensor.min())
+
+
+def round_weight(
+    weight: torch.Tensor,
+    form: Format,
+    *,
+    shrinks: Sequence[float] = SHRINKS,
+    tensor_scale: torch.Tensor | None = None,
+) -> Rounded:
+    """To the nearest codes, with the scales of which the squared error is least. `weight` is float32; of rows of a weight
+    `tensor_scale` is that of the whole.
 
     Some rows at a time, which takes less memory, and less time.
     """
-    tensor_scale = weight.new_ones(())
-    if form.is_float:
-        largest = torch.maximum(weight.max(), -weight.min())
-        tensor_scale = (largest / (E2M1_MAX * E4M3_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
+    if tensor_scale is None:
+        tensor_scale = tensor_scale_of(largest_of(weight), form)
     rows = weight.split(max(1, AT_ONCE // weight.shape[1]))
     values, scales = zip(*(_round_rows(each, form, tensor_scale, shrinks) for each in rows), strict=True)
     return Rounded(torch.cat(values), torch.cat(scales), tensor_scale)
@@ -60,20 +79,24 @@ def _round_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Values and scales of rows."""
     groups = weight.unflatten(1, (-1, form.group))
-    largest = groups.abs().amax(-1, keepdim=True)
-    best = best_error = None
-    for shrink in shrinks:
-        scales = stored_scales(largest * shrink / tensor_scale, form)
-        step = (scales * tensor_scale).where(scales > 0, 1)
-        values = round_to_codes(groups / step, form)
-        error = (values * step - groups).square().sum(-1, keepdim=True)
-        if best is None:
-            best, best_error = (values, scales), error
-        else:
-            better = error < best_error
-            best = tuple(new.where(better, old) for new, old in zip((values, scales), best, strict=True))
-            best_error = error.minimum(best_error)
-    return best[0].flatten(1), best[1].squeeze(-1)
+    largest = groups.abs().amax(-1, keepdim=True) / tensor_scale
+    best, *others = (stored_scales(largest * shrink, form) for shrink in shrinks)
+    least = _error(groups, _steps(best, tensor_scale), form) if others else None
+    for scales in others:
+        error = _error(groups, _steps(scales, tensor_scale), form)
+        best, least = scales.where(error < least, best), error.minimum(least)
+    return round_to_codes(groups / _steps(best, tensor_scale), form).flatten(1), best.squeeze(-1)
+
+
+def _steps(scales: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor:
+    """What a code of 1 stands for in each group."""
+    return (scales * tensor_scale).where(scales > 0, 1)
+
+
+def _error(groups: torch.Tensor, steps: torch.Tensor, form: Format) -> torch.Tensor:
+    """The squared error of each group in these steps."""
+    values = round_to_codes(groups / steps, form)
+    return values.mul_(steps).sub_(groups).square_().sum(-1, keepdim=True)
 
 
 def stored_scales(largest: torch.Tensor, form: Format) -> torch.Tensor:
@@ -83,21 +106,24 @@ def stored_scales(largest: torch.Tensor, form: Format) -> torch.Tensor:
     return (largest / INT4_MAX).to(form.scale_dtype).float()
 
 
-def round_nearest(weight: torch.Tensor, form: Format) -> Rounded:
+def round_nearest(weight: torch.Tensor, form: Format, *, tensor_scale: torch.Tensor | None = None) -> Rounded:
     """To the nearest codes, with the largest number of each group as it is."""
-    return round_weight(weight, form, shrinks=SHRINKS[:1])
+    return round_weight(weight, form, shrinks=SHRINKS[:1], tensor_scale=tensor_scale)
 
 
-def low_rank(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def low_rank(weight: torch.Tensor, rank: int, *, near: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The nearest matrix of that rank (Eckart & Young 1936), as `up (N, rank)` and `down (rank, K)`.
 
-    Of a large weight nearly that, by iteration on a random subspace (Halko et al. 2011, arXiv:0909.4061).
+    Of a large weight nearly that, by iteration on a random subspace (Halko et al. 2011, arXiv:0909.4061), or from the rows
+    of `near`, the `down` of a matrix that is nearly this one.
     """
     if min(weight.shape) <= EXACT_WIDTH:
         left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
     else:
-        basis = torch.randn(weight.shape[1], rank + OVERSAMPLING, generator=torch.Generator().manual_seed(0)).to(weight)
-        for _ in range(ITERATIONS):
+        drawn = rank + OVERSAMPLING if near is None else OVERSAMPLING
+        basis = torch.randn(weight.shape[1], drawn, generator=torch.Generator().manual_seed(0)).to(weight)
+        basis = basis if near is None else torch.cat([near.T, basis], dim=1)
+        for _ in range(ITERATIONS if near is None else ITERATIONS_NEAR):
             basis = torch.linalg.qr(weight.T @ torch.linalg.qr(weight @ basis).Q).Q
         left, sizes, small = torch.linalg.svd(weight @ basis, full_matrices=False)
         right = small @ basis.T
