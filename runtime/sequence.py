@@ -129,16 +129,13 @@ class Sequence:
         return torch.cat(kept, dim=dim)
 
     def leave_out(self, stream: str, mask: torch.Tensor | None) -> None:
-        """Say which tokens of a stream may be attended to in this forward, `(B, S)` and whole; None for all. A model may hand
-        the same mask to every layer: it is looked at once.
-        """
-        if mask is not None and self._told.get(stream) is mask:
-            return
-        self._told[stream] = mask
-        self._masks.pop(stream, None)
-        self._joint_masks.clear()
-        if mask is not None and not mask.all():
-            self._masks[stream] = mask.to(torch.bool)
+        """Say which tokens of a stream may be attended to in this forward, `(B, S)` and whole; None for all."""
+        if mask is None or self._told.get(stream) is not mask:  # each layer may be handed the same
+            self._told[stream] = mask
+            self._masks.pop(stream, None)
+            self._joint_masks.clear()
+            if mask is not None and not mask.all():
+                self._masks[stream] = mask.to(torch.bool)
 
     def attend(
         self,
@@ -161,8 +158,7 @@ class Sequence:
             return attention(query, key, value, mask=mask, scale=scale)
         shares = self._shares_for(query.shape[2], alone)
         if shares.tokens[self._rank : self._rank + 1] != query.shape[1:2]:
-            local, dealt = query.shape[1], shares.tokens
-            raise RuntimeError(f"{local} tokens came to attention on rank {self._rank}, where {dealt} were dealt out")
+            raise RuntimeError(f"{query.shape[1]} tokens came to attention on rank {self._rank} of {shares.tokens}")
         mask = self._mask_of_all(mask, shares.tokens)
         ring, ulysses = self._groups.ring, self._groups.ulysses
         if ulysses is not None:

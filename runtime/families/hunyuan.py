@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from . import flux2
 from .cuts import Activations, LinearShard, Moment, TensorSplit, TokenPlace, TokenSplit
+from .flux import DOUBLE
 from .spec import FamilySpec, LatentFormat
 from .written import Fused, Shapes, Variant, count_blocks
 
 PATCH = (1, 1, 1)
-BLOCK = r"transformer_blocks\.\d+"
 REFINERS = "context_embedder.token_refiner.refiner_blocks"
 REFINER = rf"{re.escape(REFINERS)}\.\d+"
 RENAMES = (
@@ -39,30 +40,30 @@ RENAMES = (
     (r"^cond_type_embedding\.", "cond_type_embed."),
     (r"^final_layer\.linear\.", "proj_out."),
     (r"^double_blocks\.", "transformer_blocks."),
-    (rf"^({BLOCK})\.img_mod\.lin(ear)?\.", r"\1.norm1.linear."),
-    (rf"^({BLOCK})\.txt_mod\.lin(ear)?\.", r"\1.norm1_context.linear."),
-    (rf"^({BLOCK})\.img_attn[._]proj\.", r"\1.attn.to_out.0."),
-    (rf"^({BLOCK})\.txt_attn[._]proj\.", r"\1.attn.to_add_out."),
-    (rf"^({BLOCK})\.img_attn_([qkv])\.", r"\1.attn.to_\2."),
-    (rf"^({BLOCK})\.txt_attn_([qkv])\.", r"\1.attn.add_\2_proj."),
-    (rf"^({BLOCK})\.(img|txt)_attn\.norm\.query_norm\.(scale|weight)$", r"\1.\2_attn_q_norm.weight"),
-    (rf"^({BLOCK})\.(img|txt)_attn\.norm\.key_norm\.(scale|weight)$", r"\1.\2_attn_k_norm.weight"),
-    (rf"^({BLOCK})\.img_attn_([qk])_norm\.", r"\1.attn.norm_\2."),
-    (rf"^({BLOCK})\.txt_attn_([qk])_norm\.", r"\1.attn.norm_added_\2."),
-    (rf"^({BLOCK})\.img_mlp\.", r"\1.ff."),
-    (rf"^({BLOCK})\.txt_mlp\.", r"\1.ff_context."),
-    (rf"^(({BLOCK}|{REFINER})\.ff(_context)?)\.(0|fc1)\.", r"\1.net.0.proj."),
-    (rf"^(({BLOCK}|{REFINER})\.ff(_context)?)\.(2|fc2)\.", r"\1.net.2."),
+    (rf"^({DOUBLE})\.img_mod\.lin(ear)?\.", r"\1.norm1.linear."),
+    (rf"^({DOUBLE})\.txt_mod\.lin(ear)?\.", r"\1.norm1_context.linear."),
+    (rf"^({DOUBLE})\.img_attn[._]proj\.", r"\1.attn.to_out.0."),
+    (rf"^({DOUBLE})\.txt_attn[._]proj\.", r"\1.attn.to_add_out."),
+    (rf"^({DOUBLE})\.img_attn_([qkv])\.", r"\1.attn.to_\2."),
+    (rf"^({DOUBLE})\.txt_attn_([qkv])\.", r"\1.attn.add_\2_proj."),
+    (rf"^({DOUBLE})\.(img|txt)_attn\.norm\.query_norm\.(scale|weight)$", r"\1.\2_attn_q_norm.weight"),
+    (rf"^({DOUBLE})\.(img|txt)_attn\.norm\.key_norm\.(scale|weight)$", r"\1.\2_attn_k_norm.weight"),
+    (rf"^({DOUBLE})\.img_attn_([qk])_norm\.", r"\1.attn.norm_\2."),
+    (rf"^({DOUBLE})\.txt_attn_([qk])_norm\.", r"\1.attn.norm_added_\2."),
+    (rf"^({DOUBLE})\.img_mlp\.", r"\1.ff."),
+    (rf"^({DOUBLE})\.txt_mlp\.", r"\1.ff_context."),
+    (rf"^(({DOUBLE}|{REFINER})\.ff(_context)?)\.(0|fc1)\.", r"\1.net.0.proj."),
+    (rf"^(({DOUBLE}|{REFINER})\.ff(_context)?)\.(2|fc2)\.", r"\1.net.2."),
 )
 """From ComfyUI's names, which are Flux.1's, and the authors' own, which have query, key and value apart."""
-_QKV = tuple((name, (block,)) for block, name in enumerate("qkv"))
 FUSED = (
-    Fused(rf"({REFINER})\.self_attn\.qkv", (1, 1, 1), tuple((rf"\1.attn.to_{each}", own) for each, own in _QKV)),
-    Fused(rf"({BLOCK})\.img_attn\.qkv", (1, 1, 1), tuple((rf"\1.attn.to_{each}", own) for each, own in _QKV)),
-    Fused(rf"({BLOCK})\.txt_attn\.qkv", (1, 1, 1), tuple((rf"\1.attn.add_{each}_proj", own) for each, own in _QKV)),
-    Fused(r"final_layer\.adaLN_modulation\.1", blocks=(1, 1), parts=(("norm_out.linear", (1, 0)),)),
+    Fused(
+        rf"({REFINER})\.self_attn\.qkv",
+        blocks=(1, 1, 1),
+        parts=tuple((rf"\1.attn.to_{name}", (block,)) for block, name in enumerate("qkv")),
+    ),
+    *flux2.FUSED,
 )
-"""The modulation of the last layer has shift before scale there, and scale first in diffusers."""
 
 
 def config_from(shapes: Shapes) -> dict[str, Any]:
@@ -178,23 +179,23 @@ HUNYUAN15 = FamilySpec(
             TokenPlace("transformer_blocks.0", "encoder_hidden_states", stream="text"),
         ),
         gathered=(TokenPlace("proj_out"),),
-        masks=(TokenPlace(BLOCK, "attention_mask", stream="text"),),
+        masks=(TokenPlace(DOUBLE, "attention_mask", stream="text"),),
         joined=("image", "text"),
         on_one_rank=True,
     ),
-    self_attention=rf"{BLOCK}\.attn",
+    self_attention=rf"{DOUBLE}\.attn",
     tensor=TensorSplit(
         linears=(
-            LinearShard(rf"({BLOCK}|{REFINER})\.attn\.to_[qkv]", "column"),
-            LinearShard(rf"({BLOCK}|{REFINER})\.attn\.to_out\.0", "row"),
-            LinearShard(rf"{BLOCK}\.attn\.add_[qkv]_proj", "column"),
-            LinearShard(rf"{BLOCK}\.attn\.to_add_out", "row"),
-            LinearShard(rf"({BLOCK}|{REFINER})\.ff(_context)?\.net\.0\.proj", "column"),
-            LinearShard(rf"({BLOCK}|{REFINER})\.ff(_context)?\.net\.2", "row"),
-            LinearShard(rf"{BLOCK}\.norm1(_context)?\.linear", "gather"),
+            LinearShard(rf"({DOUBLE}|{REFINER})\.attn\.to_[qkv]", "column"),
+            LinearShard(rf"({DOUBLE}|{REFINER})\.attn\.to_out\.0", "row"),
+            LinearShard(rf"{DOUBLE}\.attn\.add_[qkv]_proj", "column"),
+            LinearShard(rf"{DOUBLE}\.attn\.to_add_out", "row"),
+            LinearShard(rf"({DOUBLE}|{REFINER})\.ff(_context)?\.net\.0\.proj", "column"),
+            LinearShard(rf"({DOUBLE}|{REFINER})\.ff(_context)?\.net\.2", "row"),
+            LinearShard(rf"{DOUBLE}\.norm1(_context)?\.linear", "gather"),
             LinearShard(rf"({REFINER}\.)?norm_out\.linear", "gather"),
         ),
-        attentions=rf"({BLOCK}|{REFINER})\.attn",
+        attentions=rf"({DOUBLE}|{REFINER})\.attn",
     ),
     patch=PATCH,
     inputs=(
@@ -212,10 +213,10 @@ HUNYUAN15 = FamilySpec(
     shift=7.0,
     latent=LATENT,
     vae_class="",
-    activations=Activations(mlp=Moment(5, cut=2, hidden=2), attention=Moment(3)),
+    activations=Activations(mlp=Moment(4, hidden=2), attention=Moment(3)),
     text_length=1000,
     tiny=TINY,
-    after_gelu=rf"{BLOCK}\.ff(_context)?\.net\.2",
+    after_gelu=rf"{DOUBLE}\.ff(_context)?\.net\.2",
     text_encoders="Qwen2.5-VL and ByT5: use a DualCLIPLoader (type hunyuan_video_15) and CLIP Text Encode",
 )
 """Of the two refiners of the text every rank has all tokens: they are a thousand, beside those of a video."""
