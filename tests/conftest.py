@@ -10,14 +10,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks of a test are processes that share few cores
 
 
-def pytest_configure() -> None:
-    """A run that is told to end takes its servers with it."""
-    signal.signal(signal.SIGTERM, lambda *_: pytest.exit("told to end", returncode=143))
+def pytest_configure(config: pytest.Config) -> None:
+    """A run that is told to end takes its servers with it, and those of the processes among which it has divided the tests."""
+
+    def end(*_: object) -> None:
+        for process in psutil.Process().children() if config.getoption("numprocesses", None) else ():
+            process.terminate()
+        pytest.exit("told to end", returncode=143)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def pytest_collection_finish() -> None:
