@@ -77,6 +77,13 @@ def test_padding_of_a_prompt_changes_nothing_where_a_mask_leaves_it_out(name):
     assert torch.equal(sample(with_masks(request, torch.ones_like(words), None)), whole)
 
 
+def test_a_model_in_half_the_bits_takes_what_its_class_works_out_in_all_of_them():
+    """HunyuanVideo 1.5 hands on the waves of a timestep in the format of the timestep."""
+    request = sample_request(Case(model="random:hunyuan-1.5", latent=(1, 32, 1, 4, 6), steps=2))
+    half = request.model_copy(update={"model": ModelSettings(model="random:hunyuan-1.5", dtype="bf16")})
+    assert relative_error(sample(half), sample(request)) < 0.02
+
+
 @pytest.mark.parametrize("name", MASKED)
 def test_a_mask_that_is_added_to_attention_is_refused(name):
     request = sample_request(Case(model=f"random:{name}"))
