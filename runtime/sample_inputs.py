@@ -26,10 +26,18 @@ def flow_table(settings: SampleSettings, family: FamilySpec, latent: torch.Size)
 
 
 def sigmas_of(request: Sample, table: FlowTable) -> torch.Tensor:
-    """The sigmas of the steps to run, on the CPU; none where there is nothing to do."""
+    """The sigmas of the steps to run, on the CPU; none where there is nothing to do.
+
+    A single one that the user brought is the level to noise the latent to, without a step. Raises `ValueError` for one that
+    leaves nothing of it.
+    """
     settings = request.settings
     if request.sigmas is not None:
         sigmas = check_sigmas(request.sigmas.cpu())
+        if len(sigmas) == 1 and not settings.start_at_step:
+            if sigmas[0] >= 1:
+                raise ValueError(f"sigmas holds only {sigmas[0]:g}, all noise: connect two noise levels or more")
+            return sigmas
     else:
         names = {"sampler_name": settings.sampler_name, "denoise": settings.denoise}
         sigmas = make_sigmas(settings.scheduler, settings.steps, table=table, **names)

@@ -190,9 +190,11 @@ CASES = {
     for sampler in SAMPLERS
     for name, case in NAMED.items()
 }
-FEW = {
-    name: case for place, (name, case) in enumerate(CASES.items()) if place % 6 == 0 or "handed over" in name
-} | OTHERS
+FEW = (
+    {name: case for place, (name, case) in enumerate(CASES.items()) if place % 6 == 0 or "handed over" in name}
+    | OTHERS
+    | {"a single sigma": BASE | {"latent": "picture", "sigmas": [0.6], "sampler_name": "uni_pc"}}
+)
 PAIRS = {
     f"{first} and {second}, {sampler}": BASE
     | {

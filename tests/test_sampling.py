@@ -10,7 +10,7 @@ import torchsde
 
 from runtime import sampling
 from runtime.protocol import Conditioning, Sample
-from runtime.sample_inputs import noise_of
+from runtime.sample_inputs import noise_of, sigmas_of
 from runtime.sampling.brownian import BrownianMotion
 from runtime.sampling.latents import scale_noise, unscale_noise
 from runtime.sampling.noise import brownian_noise, step_noise
@@ -71,17 +71,21 @@ def test_batch_index_picks_the_noise_of_a_larger_batch():
         sampling.draw_noise((2, 4, 4, 4), seed=7, batch_index=(1,))
 
 
-def starting_noise(latent: torch.Tensor, noise: torch.Tensor | None = None, shape=SHAPE) -> torch.Tensor:
-    """What a request with this latent and seed 7 starts from, in a model that samples in `shape`."""
-    request = Sample(
-        job="noise",
+def request_for(latent: torch.Tensor, **tensors: torch.Tensor | None) -> Sample:
+    """A request to sample with seed 7."""
+    return Sample(
+        job="numbers",
         model=ModelSettings(model="tiny-shapes"),
         settings=SampleSettings(seed=7),
         positive=(Conditioning(embedding=torch.zeros(1, 1, 1)),),
         latent=latent,
-        noise=noise,
+        **tensors,
     )
-    return noise_of(request, torch.zeros(shape))
+
+
+def starting_noise(latent: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
+    """What a request with this latent starts from, in a model that samples in `SHAPE`."""
+    return noise_of(request_for(latent, noise=noise), torch.zeros(SHAPE))
 
 
 def test_noise_for_a_latent_in_half_precision_is_rounded_to_it():
@@ -97,6 +101,16 @@ def test_noise_of_a_seed_for_an_empty_latent_of_another_model_is_drawn_for_this_
     assert not starting_noise(latent, latent).any()
     with pytest.raises(ValueError, match="the noise has shape"):
         starting_noise(latent, sampling.draw_noise(shape, seed=8))
+
+
+def test_a_single_sigma_noises_the_latent_and_takes_no_step():
+    noise, latent = torch.randn(SHAPE), torch.randn(SHAPE)
+    sigmas = sigmas_of(request_for(latent, sigmas=torch.tensor([0.6])), TABLE)
+    common = {"table": TABLE, "sampler_name": "uni_pc", "seed": 7, "progress": None}
+    x = sampling.run_sampler(None, noise, latent, sigmas, **common)
+    assert torch.allclose(x, (0.6 * noise + 0.4 * latent) / 0.4, atol=1e-5)
+    with pytest.raises(ValueError, match="sigmas holds only 1, all noise"):
+        sigmas_of(request_for(latent, sigmas=torch.tensor([1.0])), TABLE)
 
 
 def test_noise_between_steps_differs_from_the_starting_noise():

@@ -186,3 +186,31 @@ def test_sigmas_given_are_left_as_they_are():
         lambda x, sigma: x, noise, torch.zeros(SHAPE), sigmas, table=TABLE, sampler_name="uni_pc", seed=1, progress=silent
     )  # fmt: skip
     assert torch.equal(sigmas, before)
+
+
+@pytest.mark.parametrize("sampler_name", SAMPLER_NAMES)
+def test_no_tensor_of_the_caller_or_the_model_is_changed(sampler_name):
+    seen = []
+
+    def watched(x, sigma):
+        denoised = spread_of_a_half(x, sigma)
+        seen.extend((tensor, tensor.clone()) for tensor in (x, sigma, denoised))
+        return denoised
+
+    noise, latent, mask = torch.randn(SHAPE), torch.randn(SHAPE), torch.rand(2, 1, 1, 4, 6)
+    seen += [(tensor, tensor.clone()) for tensor in (noise, latent, mask)]
+    for given in (None, mask):
+        sigmas = torch.tensor([0.9, 0.7, 0.5, 0.3, 0.1])
+        sampling.run_sampler(
+            Model(watched), noise, latent, sigmas, table=TABLE, sampler_name=sampler_name, seed=1, mask=given,
+            progress=lambda step, total, denoised: None,
+        )  # fmt: skip
+    assert len(seen) > 20 and all(torch.equal(tensor, before) for tensor, before in seen)
+
+
+def test_dpm_adaptive_goes_up_again_the_way_it_came_down():
+    loop, x = sampling.SAMPLERS["dpm_adaptive"].loop, torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    ways = {"progress": lambda step, total, denoised: None, "noise": None}
+    low = loop(Model(spread_of_a_half), x, torch.tensor([0.9, 0.2]), **ways)
+    back = loop(Model(spread_of_a_half), low, torch.tensor([0.2, 0.9]), **ways)
+    assert float((low - x).abs().max()) > 0.5 and float((back - x).abs().max()) < 0.1

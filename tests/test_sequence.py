@@ -15,7 +15,7 @@ from diffusers.models import attention_dispatch
 from torch import nn
 
 from runtime.checkpoint import build_transformer
-from runtime.diffusers_seam import WITHOUT_DISPATCH, route_attention
+from runtime.diffusers_seam import WITHOUT_DISPATCH, backend_named, route_attention
 from runtime.families import FAMILIES
 from runtime.guidance import Denoiser, Entry
 from runtime.inspection import inspect_model
@@ -215,6 +215,15 @@ def test_other_models_of_the_process_keep_their_attention():
     route_attention(tiny(family).get_submodule("blocks.0.attn1"), Recorder())
     assert attention_dispatch._AttentionBackendRegistry.get_active_backend()[0].value == "native"
     assert tiny(family).get_submodule("blocks.0.attn1").processor._parallel_config is None
+
+
+def test_a_backend_that_another_thread_has_half_added_is_not_taken_for_one(monkeypatch):
+    registry = attention_dispatch._AttentionBackendRegistry
+    for table in ("_backends", "_constraints", "_supported_arg_names"):
+        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
+    entry = backend_named("half", lambda query: query)
+    del registry._supported_arg_names[entry]
+    assert registry._supported_arg_names[backend_named("half", lambda query: query)] == {"query"}
 
 
 def test_a_module_without_the_seam_is_an_error():

@@ -75,9 +75,11 @@ def dpm_adaptive(denoise: Denoise, x: Tensor, sigmas: Tensor, *, progress: Repor
     is reported is the part of the way that the step leads to, in steps of the schedule.
     """
     time, end = _ends(sigmas)
-    start, total, done, stride, smooth = time, len(sigmas) - 1, 1, FIRST_STRIDE, x
-    while time < end - 1e-5:
-        following = torch.minimum(end, time + stride)
+    start, total, done, smooth = time, len(sigmas) - 1, 1, x
+    way = 1 if end > start else -1  # -1: sigmas that rise, from a picture to its noise
+    stride = way * FIRST_STRIDE
+    while way * time < way * end - 1e-5:
+        following = way * torch.minimum(way * end, way * (time + stride))
         denoised = denoise(x, _sigma(time))
         done = max(done, int(total * (following - start) / (end - start)))
         progress(done, total, denoised)
