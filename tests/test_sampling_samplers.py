@@ -214,3 +214,8 @@ def test_dpm_adaptive_goes_up_again_the_way_it_came_down():
     low = loop(Model(spread_of_a_half), x, torch.tensor([0.9, 0.2]), **ways)
     back = loop(Model(spread_of_a_half), low, torch.tensor([0.2, 0.9]), **ways)
     assert float((low - x).abs().max()) > 0.5 and float((back - x).abs().max()) < 0.1
+
+
+def test_dpm_adaptive_ends_where_the_model_gives_no_numbers():
+    with pytest.raises(ValueError, match="dpm_adaptive finds no next step"):
+        run("dpm_adaptive", denoise=lambda x, sigma: x * float("nan"))
