@@ -20,6 +20,8 @@ LATENTS = 6
 PROMPTS = 2
 """As they are read, and as the model takes them."""
 QKV = 3
+BESIDE = 3
+"""What stands beside the latent: as it is read, joined with that of the other branches, and in what the model takes."""
 ULYSSES = 6
 """Query, key and value on their way: as they are sent, and as they arrive."""
 ARRIVED = 3
@@ -38,14 +40,25 @@ def activation_bytes(facts: ModelFacts, degrees: Degrees, load: Workload, *, dty
     joined = -(-load.branches // degrees.cfg) if load.branches > 1 else 1
     items = -(-load.batch * joined // degrees.data)
     sharing = degrees.ring * degrees.ulysses * (degrees.cfg if load.branches == 1 else 1)
-    image, text = -(-load.tokens(facts.spec.patch) // sharing), -(-load.text // sharing)
+    words = max(load.text, facts.spec.text_fill)
+    is_dealt = any("text" in (place.stream, *place.behind) for place in facts.spec.split.split)
+    image, text = -(-load.tokens(facts.spec.patch) // sharing), -(-words // (sharing if is_dealt else 1))
     mlp = size * _features(form.mlp, facts, degrees.tensor, image, text)
     exchanged = (image if form.attention.text == 0 else image + text) * _heads(facts, degrees.tensor)
     attention = size * _features(form.attention, facts, degrees.tensor, image, text)
     attention += exchanged * _exchange(degrees, load, size)
     latents = LATENTS * FLOAT32_BYTES * math.prod(load.latent)
-    prompts = PROMPTS * joined * load.batch * load.text * facts.config.get(facts.spec.text_width, 0) * size
-    return round(items * max(mlp, attention)) + latents + prompts + _widened(facts, size)
+    prompts = PROMPTS * joined * load.batch * words * facts.config.get(facts.spec.text_width, 0) * size
+    beside = BESIDE * joined * math.prod(load.latent) // load.latent[1] * _channels_beside(facts) * size
+    return round(items * max(mlp, attention)) + latents + prompts + beside + _widened(facts, size)
+
+
+def _channels_beside(facts: ModelFacts) -> int:
+    """How many channels the model takes beside those of the latent."""
+    if not facts.spec.beside:
+        return 0
+    patch = math.prod(facts.spec.patch) if facts.spec.packed else 1
+    return facts.config["in_channels"] // patch - facts.spec.latent.channels
 
 
 def _features(moment: Moment, facts: ModelFacts, tensor: int, image: int, text: int) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .cuts import LinearShard, TensorSplit
+from .cuts import Activations, LinearShard, Moment, TensorSplit
 from .flux import DOUBLE, FLUX, SINGLE
 from .spec import FamilySpec, LatentFormat
 from .written import Fused, Shapes, count_blocks
@@ -173,6 +173,7 @@ FLUX2 = FamilySpec(
     shift=math.exp(2.02),
     latent=LATENT,
     vae_class="AutoencoderKLFlux2",
+    activations=Activations(mlp=Moment(3, cut=9, hidden=1), attention=Moment(2, hidden=1)),
     text_length=512,
     tiny=TINY,
     packed=True,

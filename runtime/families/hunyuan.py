@@ -213,7 +213,7 @@ HUNYUAN15 = FamilySpec(
     shift=7.0,
     latent=LATENT,
     vae_class="",
-    activations=Activations(mlp=Moment(4, hidden=2), attention=Moment(3)),
+    activations=Activations(mlp=Moment(4, hidden=2, text=7), attention=Moment(4)),
     text_length=1000,
     tiny=TINY,
     after_gelu=rf"{DOUBLE}\.ff(_context)?\.net\.2",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .cuts import LinearShard, TensorSplit, TokenPlace, TokenSplit
+from .cuts import Activations, LinearShard, Moment, TensorSplit, TokenPlace, TokenSplit
 from .flux import LATENT
 from .spec import FamilySpec
 from .texts import GEMMA2
@@ -157,6 +157,7 @@ LUMINA2 = FamilySpec(
     shift=6.0,
     latent=LATENT,
     vae_class="AutoencoderKL",
+    activations=Activations(mlp=Moment(6, hidden=3), attention=Moment(2, cut=1)),
     text_length=512,
     tiny=TINY,
     timestep_scale=1.0,

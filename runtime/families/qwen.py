@@ -159,6 +159,7 @@ QWEN_2511 = replace(
     unsupported_config=not_2511,
     split=replace(QWEN.split, split=(*QWEN.split.split, TokenPlace(r"transformer_blocks\.\d+", "modulate_index"))),
     references=("index_timestep_zero",),
+    activations=replace(QWEN.activations, mlp=Moment(9, hidden=2, text=5)),
     tiny=MappingProxyType({**TINY, "zero_cond_t": True}),
 )
 """The tokens of references are modulated as if they had no noise."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .cuts import LinearShard, TensorSplit, TokenPlace, TokenSplit
+from .cuts import Activations, LinearShard, Moment, TensorSplit, TokenPlace, TokenSplit
 from .spec import FamilySpec, LatentFormat
 from .texts import CLIPS_AND_T5
 from .written import Fused, Shapes
@@ -176,6 +176,7 @@ SD3 = FamilySpec(
     shift=3.0,
     latent=LATENT,
     vae_class="AutoencoderKL",
+    activations=Activations(mlp=Moment(5, hidden=2, text=3), attention=Moment(5, text=2)),
     text_length=512,
     tiny=TINY,
     after_gelu=rf"{BLOCK}\.(ff|ff_context)\.net\.2",
