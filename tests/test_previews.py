@@ -84,6 +84,8 @@ def test_a_file_that_is_missing_or_of_another_model_is_named(tmp_path):
     assert "is no small decoder of latents with 16 channels" in draw("taesd", "flux", [str(four_channels)])[1]
     save_file({"1.weight": torch.zeros(64, 16, 3, 3)}, four_channels)
     assert "is no small decoder, or is damaged" in draw("taesd", "flux", [str(four_channels)])[1]
+    save_file({"decoder.1.weight": torch.zeros(256, 16, 3, 3), "decoder.22.bias": torch.zeros(())}, four_channels)
+    assert "is no small decoder of latents" in draw("taesd", "flux", [str(four_channels)])[1]
     overlapping = b'{"1.weight":{"dtype":"U8","shape":[1,16],"data_offsets":[0,16]},"a":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}}'
     four_channels.write_bytes(len(overlapping).to_bytes(8, "little") + overlapping + bytes(16))
     assert "is no small decoder, or is damaged" in draw("taesd", "flux", [str(four_channels)])[1]

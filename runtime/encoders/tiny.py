@@ -22,6 +22,9 @@ from ..safetensors_header import read_header
 VIDEO = "decoder."
 """What the names begin with in a file for video; one for pictures holds a decoder alone, without a prefix."""
 VIDEO_OUTPUT = "decoder.22.bias"
+PLAIN = (3,)
+OUTPUTS = (PLAIN, (12,), (48,))
+"""Shapes of that bias: a pixel's colours, or those of patches of 2 x 2 or 4 x 4."""
 WIDTHS = (256, 128, 64, 64)
 FRAMES = (1, 2, 2)
 """Of the video decoder: its width at each size, and how many frames it makes of one when the size doubles."""
@@ -38,10 +41,10 @@ class TinyDecoder:
         """From a file that decodes latents of so many channels. Raises `Refused` when it is something else."""
         header = read_header(path)
         prefix = VIDEO if VIDEO_OUTPUT in header else ""
-        first = header.get(f"{prefix}1.weight")
-        if first is None or first.shape[1:2] != (channels,):
+        first, outputs = header.get(f"{prefix}1.weight"), header[VIDEO_OUTPUT].shape if prefix else PLAIN
+        if first is None or first.shape[1:2] != (channels,) or outputs not in OUTPUTS:
             raise Refused(f"{path.name} is no small decoder of latents with {channels} channels")
-        model = _video_decoder(channels, header[VIDEO_OUTPUT].shape[0]) if prefix else _picture_decoder(channels)
+        model = _video_decoder(channels, *outputs) if prefix else _picture_decoder(channels)
         try:
             tensors = {name: tensor.float() for name, tensor in load_file(path).items() if name.startswith(prefix)}
             model.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
