@@ -15,7 +15,7 @@ class TextNames:
     1, and `comfyui` is what ComfyUI calls it. `outer` stands before the names of its class in some files and versions.
 
     Files write its layers as its class does: with dots behind `text_encoder_2.` (diffusers) or
-    `text_encoders.t5xxl.transformer.` (ComfyUI), with underscores behind `lora_te2_` (kohya, OneTrainer). The first may go
+    `text_encoders.t5xxl.transformer.` (ComfyUI; newer ones without the name too), with underscores behind `lora_te2_` (kohya, OneTrainer). The first may go
     without a number.
     """
 
@@ -37,7 +37,8 @@ class TextNames:
         numbers = [number for place in places for number in (("", "1") if place == 1 else (str(place),))]
         self._flat_prefixes = tuple(f"lora_te{number}_" for number in numbers)
         dotted = tuple(f"text_encoder{number and '_'}{number}." for number in numbers)
-        self._prefixes = (*dotted, f"text_encoders.{comfyui}.transformer.")
+        unnamed = () if comfyui.startswith("clip_") else ("text_encoders.transformer.",)
+        self._prefixes = (*dotted, f"text_encoders.{comfyui}.transformer.", *unnamed)
 
     def owns(self, layer: str) -> bool:
         """Whether it is a layer of a text encoder."""
