@@ -31,6 +31,7 @@ from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.quant.svdquant.formats import INT4, NVFP4, UNSIGNED_INT4
 from runtime.quantize import job
+from runtime.quantize.inputs import input_file, read_inputs
 from runtime.quantize.job import QuantizeSettings, quantize
 from runtime.quantize.layer import fit_linear, nearest_error
 from runtime.safetensors_header import read_header, read_metadata
@@ -70,6 +71,14 @@ def test_a_fit_to_inputs_with_outliers_beats_the_nearest(form):
     )
     print(f"error {ratio:.2f} of rounding to the nearest")
     assert ratio < 0.3
+
+
+def test_inputs_do_not_grow_with_the_runs(tmp_path):
+    kept = torch.arange(3000.0).view(1000, 3)
+    kept.numpy().tofile(input_file(tmp_path, "x"))
+    read = read_inputs(tmp_path, "x", 3, most=10)
+    assert read.shape == (10, 3) and torch.equal(read[[0, -1]], kept[[0, -1]])
+    assert torch.equal(read_inputs(tmp_path, "x", 3, most=2000), kept)
 
 
 @pytest.fixture(scope="module")

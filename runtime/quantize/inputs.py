@@ -22,6 +22,8 @@ from ..settings import ModelSettings, SampleSettings
 STAGE = "calibration"
 RANDOM_TOKENS = 64
 """Length of the drawn prompts of a model without a text encoder."""
+PICTURE_TOKENS = 257
+"""What CLIP vision makes of a picture: 16 x 16 parts of it, and the whole."""
 
 
 def keep_inputs(
@@ -86,8 +88,8 @@ def _request(
         job="quantize",
         model=settings,
         settings=SampleSettings(steps=steps, seed=number),
-        positive=(positive,),
-        negative=(negative,),
+        positive=(with_picture(positive, facts, number),),
+        negative=(with_picture(negative, facts, number),),
         latent=torch.zeros(latent),
     )
 
@@ -96,5 +98,15 @@ def drawn_prompt(facts: ModelFacts, seed: int) -> Conditioning:
     """Random numbers in the shape of an encoded prompt."""
     generator, spec = torch.Generator().manual_seed(seed), facts.spec
     pooled = torch.randn(1, facts.config[spec.pooled_width], generator=generator) if spec.pooled_width else None
-    embedding = torch.randn(1, RANDOM_TOKENS, facts.config[spec.text_width], generator=generator)
-    return Conditioning(embedding=embedding, pooled=pooled)
+    length = spec.text_length if spec.picture_tokens else RANDOM_TOKENS
+    return Conditioning(
+        embedding=torch.randn(1, length, facts.config[spec.text_width], generator=generator), pooled=pooled
+    )
+
+
+def with_picture(prompt: Conditioning, facts: ModelFacts, seed: int) -> Conditioning:
+    """A prompt, with drawn tokens of a picture where the model has Linears for those alone."""
+    if not facts.spec.picture_tokens:
+        return prompt
+    shape = 1, PICTURE_TOKENS, facts.config[facts.spec.vision_width]
+    return prompt.model_copy(update={"clip_vision": torch.randn(shape, generator=torch.Generator().manual_seed(seed))})
