@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
+from threading import Event
 from typing import Protocol
 
 import torch
@@ -14,6 +15,9 @@ from .brownian import BrownianMotion
 StepNoise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`(sigma, sigma_next) -> noise` of the latent's shape; every call draws anew."""
 
+
+HEAD_START = 0.01
+"""Seconds by which the model's call goes first: two threads that share an interpreter hold each other up."""
 
 Step = tuple[float, float]
 Strides = Callable[[torch.Tensor, torch.Tensor], Iterable[tuple[torch.Tensor, torch.Tensor]]]
@@ -96,20 +100,26 @@ class NoiseAhead:
 
     def __init__(self, motion: BrownianMotion, steps: Iterable[Step], *, device: torch.device) -> None:
         self._motion, self._steps, self._device = motion, iter(steps), device
-        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._thread, self._asked = ThreadPoolExecutor(max_workers=1), Event()
         self._ahead: tuple[Step, Future[torch.Tensor]] | None = None
 
     def draw_ahead(self) -> None:
         """Begin the next increment, where it is not begun yet."""
         if self._ahead is None and (step := next(self._steps, None)):
-            self._ahead = step, self._thread.submit(self._increment, step)
+            self._asked.clear()
+            self._ahead = step, self._thread.submit(self._after_head_start, step)
 
     def __call__(self, sigma: torch.Tensor, sigma_next: torch.Tensor) -> torch.Tensor:
         """The increment from one sigma to another, over the root of their distance; the caller's to change."""
         self.draw_ahead()
+        self._asked.set()
         asked, ahead, self._ahead = (float(sigma), float(sigma_next)), self._ahead, None
         drawn = ahead[1] if ahead and ahead[0] == asked else self._thread.submit(self._increment, asked)
         return drawn.result().to(self._device)
+
+    def _after_head_start(self, step: Step) -> torch.Tensor:
+        self._asked.wait(HEAD_START)
+        return self._increment(step)
 
     def _increment(self, step: Step) -> torch.Tensor:
         increment = self._motion.increment(min(step), max(step))
