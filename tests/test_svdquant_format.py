@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from runtime.errors import Refused
 from runtime.linear import ParallelLinear
 from runtime.mesh import Mesh
 from runtime.quant.awq import awq_linear, pack_awq, unpack_awq
@@ -222,7 +223,7 @@ def test_parts_that_end_within_a_tile_have_the_same_numbers(n_part, k_part, form
 
 
 def test_a_cut_through_a_group_of_inputs_is_refused():
-    with pytest.raises(ValueError, match="32 to 64 are no groups of 64"):
+    with pytest.raises(Refused, match="32 to 64 of 128, and they are no whole groups of 64"):
         PackedCut("qweight", Packing(128, 128, RANK, INT4), every(128), (slice(32, 64),))
 
 

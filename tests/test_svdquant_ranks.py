@@ -83,10 +83,12 @@ def test_ranks_equal_one_rank_for_uneven_tokens_and_a_batch(family, quant, row):
     assert min(errors.values()) < LIMIT
 
 
-def cuts_a_group(case: Case) -> bool:
-    """Whether two tensor ranks would share a group of inputs of the tiny model, which is refused by name."""
+def cuts_a_group(family: str, quant: str) -> bool:
+    """Whether two tensor ranks would share a group of inputs of the tiny model, which is refused by name. A file's own
+    widths do not say: they are filled up.
+    """
     try:
-        facts = inspect_model(case.model, quant=case.quant)
+        facts = inspect_model(f"random:{family}", quant=quant)
         make_plan(ParallelSettings(devices="cpu:2", tensor=2), facts, Machine(), dtype="auto")
     except Refused as refusal:
         assert "within a group of" in str(refusal)
@@ -128,7 +130,7 @@ def test_every_family_in_4_bits_is_the_same_over_every_kind(family, quant, made,
     loss, seen = relative_error(reference, plain), relative_error(with_lora, reference)
     errors = {}
     for axis in ("ulysses", "ring", "tensor", "cfg"):
-        if axis == "tensor" and cuts_a_group(case):
+        if axis == "tensor" and cuts_a_group(family, quant):
             errors[axis] = ["refused"]
             continue
         for each, wanted in ((case, reference), (streamed, with_lora)):

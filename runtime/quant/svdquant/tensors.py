@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...errors import Refused
 from ...parallel.lengths import length_of
 from . import packing
 from .formats import Format
@@ -100,7 +101,7 @@ class PackedCut:
     """The part of a packed tensor for some features of its Linear, packed as that of a smaller Linear.
 
     Whole tiles are moved as they are. What does not end with a tile is unpacked, cut and packed again: the same numbers.
-    Raises `ValueError` when the input features are no whole groups.
+    Raises `Refused` when the input features are no whole groups.
     """
 
     leaf: str
@@ -112,7 +113,10 @@ class PackedCut:
         group = self.full.form.group
         for span in self.columns:
             if span.start % group or (span.stop % group and span.stop != self.full.k):
-                raise ValueError(f"inputs {span.start} to {span.stop} are no groups of {group}")
+                raise Refused(
+                    f"a rank would hold inputs {span.start} to {span.stop} of {self.full.k}, and they are no whole groups of "
+                    f"{group}, which are rounded together: use another tensor degree, or none"
+                )
 
     @property
     def local(self) -> Packing:
