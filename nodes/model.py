@@ -17,6 +17,103 @@ def _component(name: str, folder: str, tooltip: str) -> io.Input:
     return io.Combo.Input(name, options=choices, optional=True, default=FROM_MODEL, tooltip=tooltip)
 
 
+def _model_inputs() -> list[io.Input]:
+    """What the model is, and the format of its numbers."""
+    return [
+        io.Combo.Input(
+            "model",
+            options=files.model_choices(),
+            tooltip=(
+                "A .safetensors or .gguf file of models/diffusion_models or models/checkpoints, a Diffusers "
+                "folder of models/diffusers, or tiny-shapes, the small model that comes with Outrigger."
+            ),
+        ),
+        io.Combo.Input(
+            "dtype",
+            options=list(DTYPES),
+            optional=True,
+            default=DTYPES[0],
+            tooltip="Number format of the weights. auto: bf16 on a GPU that has it, fp32 on the processor.",
+        ),
+        io.Combo.Input(
+            "quant",
+            options=list(QUANT_KINDS),
+            optional=True,
+            default=QUANT_KINDS[0],
+            tooltip=(
+                "none: as the file stores them. fp8: the blocks' matrices rounded to 8 bits, as fp8_e4m3fn of Load "
+                "Diffusion Model. svdquant-int4 or svdquant-nvfp4: 4-bit weights and activations with "
+                "a low-rank branch (rank 32), made of a plain file as it is loaded."
+            ),
+        ),
+    ]
+
+
+def _part_inputs() -> list[io.Input]:
+    """Files of its parts."""
+    return [
+        _component(
+            "text_encoder",
+            "text_encoders",
+            "Text encoder, such as umt5_xxl, t5xxl or qwen_3_4b. from model: the model's own.",
+        ),
+        advanced(
+            _component(
+                "text_encoder_2",
+                "text_encoders",
+                "Second text encoder, of Flux.1 and Stable Diffusion 3, in any order.",
+            )
+        ),
+        _component("vae", "vae", "VAE for Outrigger Decode and Encode. from model: the one in the model's folder."),
+    ]
+
+
+def _settings_inputs() -> list[io.Input]:
+    """The sockets for the other nodes of settings."""
+    return [
+        Parallel.Input(
+            "parallel",
+            optional=True,
+            tooltip="Devices and degrees, from Configure Parallelism. Unconnected: chosen automatically.",
+        ),
+        Memory.Input(
+            "memory",
+            optional=True,
+            tooltip="Which weights are on the device, from Configure Memory. Unconnected: all of them.",
+        ),
+        Speed.Input("speed", optional=True, tooltip="Reserved for Configure Speed of a later version."),
+    ]
+
+
+def _later_inputs() -> list[io.Input]:
+    """What later versions added: at the end, so that saved graphs keep their values."""
+    return [
+        io.Combo.Input(
+            "model_low_noise",
+            options=files.second_model_choices(),
+            optional=True,
+            default=files.NONE,
+            tooltip=(
+                "The expert of low noise, for the two files of Wan 2.2 A14B; the one of high noise is the model. A "
+                "Diffusers folder has both."
+            ),
+        ),
+        advanced(
+            io.Float.Input(
+                "boundary",
+                optional=True,
+                default=0.0,
+                min=0.0,
+                max=1.0,
+                step=0.005,
+                round=0.001,
+                tooltip="Noise level (sigma) below which the expert of low noise takes over. 0 takes the model's own.",
+            )
+        ),
+        advanced(_component("text_encoder_3", "text_encoders", "Third text encoder, of Stable Diffusion 3.")),
+    ]
+
+
 class OutriggerLoadModel(io.ComfyNode):
     """Widgets and plan to `ModelSettings`."""
 
@@ -30,83 +127,7 @@ class OutriggerLoadModel(io.ComfyNode):
                 "Names a diffusion transformer and how to run it. The output carries these settings, not weights: the "
                 "sidecar loads the model when the first node needs it, and keeps it."
             ),
-            inputs=[
-                io.Combo.Input(
-                    "model",
-                    options=files.model_choices(),
-                    tooltip=(
-                        "A .safetensors or .gguf file of models/diffusion_models or models/checkpoints, a Diffusers "
-                        "folder of models/diffusers, or tiny-shapes, the small model that comes with Outrigger."
-                    ),
-                ),
-                io.Combo.Input(
-                    "dtype",
-                    options=list(DTYPES),
-                    optional=True,
-                    default=DTYPES[0],
-                    tooltip="Number format of the weights. auto: bf16 on a GPU that has it, fp32 on the processor.",
-                ),
-                io.Combo.Input(
-                    "quant",
-                    options=list(QUANT_KINDS),
-                    optional=True,
-                    default=QUANT_KINDS[0],
-                    tooltip=(
-                        "none: as the file stores them. fp8: the blocks' matrices rounded to 8 bits, as fp8_e4m3fn of Load "
-                        "Diffusion Model. svdquant-int4 or svdquant-nvfp4: 4-bit weights and activations with "
-                        "a low-rank branch (rank 32), made of a plain file as it is loaded."
-                    ),
-                ),
-                _component(
-                    "text_encoder",
-                    "text_encoders",
-                    "Text encoder, such as umt5_xxl, t5xxl or qwen_3_4b. from model: the model's own.",
-                ),
-                advanced(
-                    _component(
-                        "text_encoder_2",
-                        "text_encoders",
-                        "Second text encoder, of Flux.1 and Stable Diffusion 3, in any order.",
-                    )
-                ),
-                _component(
-                    "vae", "vae", "VAE for Outrigger Decode and Encode. from model: the one in the model's folder."
-                ),
-                Parallel.Input(
-                    "parallel",
-                    optional=True,
-                    tooltip="Devices and degrees, from Configure Parallelism. Unconnected: chosen automatically.",
-                ),
-                Memory.Input(
-                    "memory",
-                    optional=True,
-                    tooltip="Which weights are on the device, from Configure Memory. Unconnected: all of them.",
-                ),
-                Speed.Input("speed", optional=True, tooltip="Reserved for Configure Speed of a later version."),
-                io.Combo.Input(
-                    "model_low_noise",
-                    options=files.second_model_choices(),
-                    optional=True,
-                    default=files.NONE,
-                    tooltip=(
-                        "The expert of low noise, for the two files of Wan 2.2 A14B; the one of high noise is the model. A "
-                        "Diffusers folder has both."
-                    ),
-                ),
-                advanced(
-                    io.Float.Input(
-                        "boundary",
-                        optional=True,
-                        default=0.0,
-                        min=0.0,
-                        max=1.0,
-                        step=0.005,
-                        round=0.001,
-                        tooltip="Noise level (sigma) below which the expert of low noise takes over. 0 takes the model's own.",
-                    )
-                ),
-                advanced(_component("text_encoder_3", "text_encoders", "Third text encoder, of Stable Diffusion 3.")),
-            ],
+            inputs=[*_model_inputs(), *_part_inputs(), *_settings_inputs(), *_later_inputs()],
             outputs=[
                 Model.Output(
                     display_name="model", tooltip="The settings, for Text Encode, Sampler and Decode. No weights."
