@@ -22,10 +22,9 @@ from .settings import TINY_SHAPES
 from .stored import BLOCKS, FP8, FP8_FORMATS, PLAIN, Stored
 from .tiny_shapes import MODEL_FOLDER
 
-RANDOM, INDEX = "random:", "model_index.json"
+RANDOM, INDEX, WEIGHTS = "random:", "model_index.json", "diffusion_pytorch_model.safetensors"
 READ = (".safetensors", ".sft", GGUF_SUFFIX)
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 PARTS, TEXT_ENCODERS = ("vae", "transformer_2"), ("text_encoder", "text_encoder_2", "text_encoder_3")
 """Folders of a pipeline beside its transformer."""
 RECORDED = Path(__file__).resolve().parent / "families" / "tiny"

@@ -58,6 +58,7 @@ FACTS = (
     "layouts",
     "facts",
     "nunchaku_file",
+    "nunchaku_names",
     "inspection",
     "without_spec",
     "experts",

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from ..facts import ModelFacts
 from ..families.written import NunchakuFile, PackedLinear
-from ..nunchaku_file import FIRST_NAMES
+from ..nunchaku_names import FIRST_NAMES
 from ..quant.awq import awq_linear
 from ..quant.svdquant.formats import Format
 from .weights import Entry, Weights, write_tensors, write_whole
