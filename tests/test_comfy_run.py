@@ -190,7 +190,8 @@ def test_a_lora_changes_the_picture_without_a_load_and_says_what_it_did(comfyui:
         assert [line for line in shown if "targets" in line] == ([expected] if strength else [])
     assert torch.equal(latents[0], latents[3])
     assert not any(torch.allclose(latents[0], other, atol=1e-2) for other in latents[1:3])
-    assert "looks like a LoRA for Flux" in comfyui.run(with_lora("flux.safetensors", 1.0)).error["exception_message"]
+    said = comfyui.run(with_lora("flux.safetensors", 1.0)).error["exception_message"]
+    assert "looks like a LoRA for HunyuanVideo 1.5, Flux.1 dev or Kontext" in said
     run = comfyui.run(picture(SAMPLER={"seed": 77}))
     assert run.end.kind == "execution_success" and loads(run) == []
 

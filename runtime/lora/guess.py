@@ -25,12 +25,14 @@ SURE = 0.5
 
 
 def likely_family(layers: Collection[str], *, but: str) -> str:
-    """What a file with these layers was made for, other than the family `but`; empty when that cannot be told."""
+    """What a file with these layers was made for, other than the family `but`; empty when that cannot be told. Relatives that
+    fit alike are all named.
+    """
     numbered = [re.sub(r"(?<=[._])\d+", "0", layer, count=1) for layer in layers]  # a tiny model has every block once
     shares = {name: _share(numbered, name) for name in FAMILIES if name != but}
-    likely = max(shares, key=shares.__getitem__, default="")
-    if likely and shares[likely] >= SURE:
-        return FAMILIES[likely].title
+    most = max(shares.values(), default=0.0)
+    if most >= SURE:
+        return ", ".join(FAMILIES[name].title for name, share in shares.items() if share == most)
     for pattern, title in _OTHERS:
         if sum(bool(re.search(pattern, layer)) for layer in layers) >= SURE * len(layers):
             return title
