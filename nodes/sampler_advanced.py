@@ -79,7 +79,7 @@ class OutriggerSamplerAdvanced(io.ComfyNode):
                     min=0.0,
                     max=100.0,
                     step=0.01,
-                    tooltip="How much of it is taken away. Without an empty_conditioning it does nothing.",
+                    tooltip="How much of negative is taken away, as in PerpNegGuider. Without an empty_conditioning it does nothing.",
                 ),
             ],
             outputs=[

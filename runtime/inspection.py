@@ -132,9 +132,9 @@ def _pipeline_folder(path: Path) -> ModelFacts:
     index = read_json(path / INDEX)
     pipeline = index.get("_class_name")
     if not any(pipeline in family.pipeline_classes for family in FAMILIES.values()):
-        supported = ", ".join(name for family in FAMILIES.values() for name in family.pipeline_classes)
+        supported = ", ".join(dict.fromkeys(name for family in FAMILIES.values() for name in family.pipeline_classes))
         raise Refused(
-            f"{path} is a {pipeline} model, which has no family here: {SAMPLED_ALONE}. This takes: {supported}"
+            f"{path} is a model of {pipeline}, which has no family here: {SAMPLED_ALONE}. This takes: {supported}"
         )
     parts: dict[str, Any] = {part: path / part for part in PARTS if (path / part).is_dir()}
     parts["text_encoders"] = tuple(path / part for part in TEXT_ENCODERS if (path / part).is_dir())
