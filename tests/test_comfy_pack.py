@@ -260,6 +260,11 @@ def as_prompt(graph: dict[str, Any], comfyui: ComfyUI) -> dict[str, Any]:
 
 
 def _values(node: dict[str, Any], described: dict[str, Any]) -> dict[str, Any]:
-    names = widgets(described)
-    assert len(names) == len(node["widgets_values"]), f"{node['type']}: {names}"
-    return {name: value for name, value in zip(names, node["widgets_values"], strict=True) if name}
+    """A newer ComfyUI may have given a stock node optional widgets at its end, which a graph may leave out."""
+    names, values = widgets(described), node["widgets_values"]
+    added = names[len(values) :]
+    assert len(values) <= len(names) and set(added) <= described["input"].get("optional", {}).keys(), (
+        f"{node['type']}: {names}"
+    )
+    assert not added or node["type"] not in NODE_INPUTS
+    return {name: value for name, value in zip(names, values, strict=False) if name}
