@@ -13,6 +13,8 @@ from .settings import FROM_MODEL, MemorySettings, ModelSettings
 from .stored import converted
 from .text_files import KINDS, EncoderFile, TextPart, find_encoders, tokenizer_of
 
+FOLDER = "the text_encoder folder of a diffusers model in Load Model (--text-encoder)"
+
 
 def check_parts(settings: ModelSettings, family: FamilySpec) -> None:
     """Raise `Refused` for a part that is not there, or that a family has no use for."""
@@ -67,7 +69,7 @@ def _add_chosen(held: dict[str, EncoderFile], path: Path, family: FamilySpec) ->
     if not taken:
         titles = " and ".join(each.title for each in found.values())
         raise Refused(
-            f"{path} is {titles}, but {family.title} takes {family.text_encoders}, or choose {_examples(family)}"
+            f"{path} is {titles}, but {family.title} takes {family.text_encoders}, or choose {_examples(family)}{FOLDER}"
         )
     for kind in taken:
         if kind in held:
@@ -80,7 +82,7 @@ def _lacks(facts: ModelFacts, lacking: list[str], held: Mapping[str, EncoderFile
     what = f"without the text encoder {titles}" if held else "without a text encoder"
     return (
         f"{facts.name} comes {what}. {facts.spec.title} takes {facts.spec.text_encoders}, or choose "
-        f"{_examples(facts.spec, lacking)}the text_encoder folder of a diffusers model in Load Model (--text-encoder)"
+        f"{_examples(facts.spec, lacking)}{FOLDER}"
     )
 
 

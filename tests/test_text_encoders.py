@@ -307,7 +307,7 @@ def test_what_is_missing_or_of_another_family_is_told_with_a_way_out(tmp_path):
         ("flux", (t5, t5), "t5xxl.safetensors and .* are both T5: choose one of each kind"),
         ("flux", (t5, qwen), "qwen3_4b.safetensors is Qwen3, but Flux.1 dev or Kontext takes CLIP-L and T5"),
         ("flux", (clip, t5), r"T5. has no tokenizer inside or beside it.*t5_tokenizer.*COMFYUI_PATH"),
-        ("wan", (t5,), "is T5, but Wan .* takes UMT5: use a CLIP Loader .type wan"),
+        ("wan", (t5,), "is T5, but Wan .* takes UMT5: .*choose umt5_xxl files or the text_encoder folder"),
         ("zimage", (other,), "no text encoder that is read: it has 1 tensors such as some.weight; looked for .*Qwen3"),
         ("zimage", (tmp_path / "model.gguf",), "no .safetensors file"),
         ("flux2", (), "Flux.2 dev or klein takes Mistral .dev. or Qwen3 .klein.: use a CLIP Loader"),
