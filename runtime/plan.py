@@ -169,10 +169,10 @@ def _problem(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, ho
 
 def _does_not_fill(parallel: ParallelSettings, needs: Needs, count: int) -> str:
     """Why no degrees with those that are set make the number of devices."""
-    product = f" = {parallel.product}" if parallel.set_degrees else ""
+    product = f" = {parallel.product}" if len(parallel.set_degrees) > 1 else ""
     text = f"{parallel.devices} is {count} device{'s'[: count > 1]}, but {_formula(parallel)}{product}"
     if count % parallel.product:
-        return f"{text}, of which {count} is no multiple"
+        return f"{text}, and {count} is no multiple of {parallel.product}"
     return f"{text}, and the degrees left open ({needs.limits}) do not make it {count}"
 
 

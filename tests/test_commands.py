@@ -235,7 +235,7 @@ def test_a_plan_says_degrees_devices_bytes_and_why(capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--devices", "cpu:3", "--ulysses", "2"], "cpu:3 is 3 devices, but ulysses 2 = 2, of which 3 is no multiple"),
+        (["--devices", "cpu:3", "--ulysses", "2"], "cpu:3 is 3 devices, but ulysses 2, and 3 is no multiple of 2"),
         (["--devices", "cpu:2", "--ulysses", "2", "--ring", "2"], "ring 2 x ulysses 2 = 4"),
         (["--devices", "cuda:0,1"], "cuda:0, cuda:1 are not there"),
         (["--cfg-parallel", "4"], "set cfg to 1, 2 or 3"),
