@@ -15,8 +15,9 @@ from .footprint import DTYPE_BYTES, FLOAT32_BYTES
 from .inspection import ModelFacts
 from .workload import Workload
 
-LATENTS = 6
-"""Of sampling in float32, at the least: noise, the sampler's own and its input, and what the model takes and gives."""
+LATENTS = 4
+"""Of sampling in float32: the one that is given, noise, the sampler's own and its input. What the model takes is joined of
+the branches, first in float32."""
 PROMPTS = 2
 """As they are read, and as the model takes them."""
 QKV = 3
@@ -42,15 +43,24 @@ def activation_bytes(facts: ModelFacts, degrees: Degrees, load: Workload, *, dty
     sharing = degrees.ring * degrees.ulysses * (degrees.cfg if load.branches == 1 else 1)
     words = max(load.text, facts.spec.text_fill)
     is_dealt = any("text" in (place.stream, *place.behind) for place in facts.spec.split.split)
-    image, text = -(-load.tokens(facts.spec.patch) // sharing), -(-words // (sharing if is_dealt else 1))
-    mlp = size * _features(form.mlp, facts, degrees.tensor, image, text)
+    tokens = load.tokens(facts.spec.patch)
+    image, text = -(-tokens // sharing), -(-words // (sharing if is_dealt else 1))
+    moments = (form.mlp, form.widened) if size < FLOAT32_BYTES else (form.mlp,)
+    block = max(_moment(each, facts, degrees.tensor, image, text, size) for each in moments)
     exchanged = (image if form.attention.text == 0 else image + text) * _heads(facts, degrees.tensor)
-    attention = size * _features(form.attention, facts, degrees.tensor, image, text)
+    attention = _moment(form.attention, facts, degrees.tensor, image, text, size)
     attention += exchanged * _exchange(degrees, load, size)
-    latents = LATENTS * FLOAT32_BYTES * math.prod(load.latent)
+    undealt = form.undealt * (tokens - image) * facts.heads * facts.head_dim * size
+    latents = _latents(facts, load, joined, items, size)
     prompts = PROMPTS * joined * load.batch * words * facts.config.get(facts.spec.text_width, 0) * size
+    return round(items * (max(block, attention) + undealt)) + latents + prompts + _widened(facts, size)
+
+
+def _latents(facts: ModelFacts, load: Workload, joined: int, items: int, size: int) -> int:
+    """Bytes of latents in sampling, of so many items that the model takes, and of what stands beside them."""
+    numbers = math.prod(load.latent) // load.batch
     beside = BESIDE * joined * math.prod(load.latent) // load.latent[1] * _channels_beside(facts) * size
-    return round(items * max(mlp, attention)) + latents + prompts + beside + _widened(facts, size)
+    return (LATENTS * FLOAT32_BYTES * load.batch + items * (FLOAT32_BYTES + size)) * numbers + beside
 
 
 def _channels_beside(facts: ModelFacts) -> int:
@@ -61,11 +71,11 @@ def _channels_beside(facts: ModelFacts) -> int:
     return facts.config["in_channels"] // patch - facts.spec.latent.channels
 
 
-def _features(moment: Moment, facts: ModelFacts, tensor: int, image: int, text: int) -> float:
-    """Numbers that an item has at a moment, of so many tokens of the picture and of the prompt."""
+def _moment(moment: Moment, facts: ModelFacts, tensor: int, image: int, text: int, size: int) -> float:
+    """Bytes that an item has at a moment, of so many tokens of the picture and of the prompt."""
     width, heads = facts.heads * facts.head_dim, _heads(facts, tensor)
     token = moment.whole * width + moment.cut * heads + moment.hidden * _hidden(facts) * heads / width
-    return image * token + text * (token if moment.text is None else moment.text * width)
+    return size * (image * token + text * (token if moment.text is None else moment.text * width))
 
 
 def _heads(facts: ModelFacts, tensor: int) -> int:

@@ -95,9 +95,13 @@ class Moment:
 
 @dataclass(frozen=True)
 class Activations:
-    """The two moments of a block at which most is held: inside the MLP, and at attention but for the query, key and value
-    and what their exchange adds.
+    """The moments of a block at which most is held: inside the MLP; at attention but for the query, key and value and what
+    their exchange adds; and, of a model in fewer bits, where most is `widened` to float32, each of which counts as two.
+    `undealt` as wide as the model are on every rank for all tokens of the picture, since they are made before those are
+    dealt.
     """
 
     mlp: Moment
     attention: Moment
+    widened: Moment = Moment(0)
+    undealt: float = 0.0

@@ -208,7 +208,12 @@ WAN = FamilySpec(
     shift=8.0,
     latent=LATENT,
     vae_class="AutoencoderKLWan",
-    activations=Activations(mlp=Moment(4, hidden=2, text=0), attention=Moment(2, text=0)),
+    activations=Activations(
+        mlp=Moment(4, hidden=2, text=0),
+        attention=Moment(2, text=0),
+        widened=Moment(11, text=0),
+        undealt=1,
+    ),
     text_length=512,
     text_encoders="UMT5: use a CLIP Loader (type wan) and CLIP Text Encode",
     texts=UMT5,

@@ -108,7 +108,12 @@ WAN22_TI2V = replace(
     unsupported_config=not_ti2v,
     split=replace(WAN.split, split=(*WAN.split.split, TokenPlace("", "timestep")), joined=("image",)),
     latent=LATENT_22,
-    activations=Activations(mlp=Moment(16, hidden=2, text=0), attention=Moment(14, text=0)),
+    activations=Activations(
+        mlp=Moment(16, hidden=2, text=0),
+        attention=Moment(14, text=0),
+        widened=Moment(32, text=0),
+        undealt=1,
+    ),
     levels="frame",
     boundary=0.0,
     tiny=MappingProxyType({**TINY, "in_channels": 48, "out_channels": 48, "text_dim": 64}),
