@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .blocks import BlockRunner
-from .casting import take_model_dtype
+from .casting import take_exact_timestep, take_model_dtype
 from .checkpoint import build_transformer, fill_transformer
 from .components import AUTO_DTYPE, Components
 from .conditions import ConditioningReader
@@ -251,6 +251,9 @@ def _load_expert(
     fill_transformer(transformer, facts, streamed=streamed, progress=progress, group=copies, **held)
     release_memory()  # what reading has worked with
     take_model_dtype(transformer, facts.spec.in_model_dtype, dtype=held["dtype"])
+    if facts.spec.rounded_timestep and held["dtype"] != torch.float32:
+        pattern, factor = facts.spec.rounded_timestep
+        take_exact_timestep(transformer, pattern, factor=factor)
     if sequence.can_split or facts.spec.split.on_one_rank:
         hold_hooks(transformer, [place.module for place in facts.spec.split.gathered])
         split_tokens(transformer, facts.spec.split, self_attention=facts.spec.self_attention, sequence=sequence)

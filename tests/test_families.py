@@ -125,6 +125,8 @@ def test_a_mask_that_is_added_to_attention_is_refused(name):
         ("zimage", {"references": (torch.zeros(1, 16, 4, 4),)}, r"Z-Image takes none: remove Reference Latent"),
         ("chroma", {"guidance": 3.5}, r"carries guidance 3\.5: Chroma .* remove FluxGuidance"),
         ("chroma", {"references": (torch.zeros(1, 16, 4, 4),)}, r"Chroma takes none: remove Reference Latent"),
+        ("flux-fill", {"references": (torch.zeros(1, 16, 4, 4),)}, r"Fill takes none: remove Reference Latent"),
+        ("flux-control", {"references": (torch.zeros(1, 16, 4, 4),)}, r"Depth takes none: remove Reference Latent"),
         ("flux2", {"references": (torch.zeros(1, 16, 4, 4),)}, r"Flux\.2 dev or klein works on 128 channels"),
         ("flux", {"concat_latent": torch.zeros(1, 16, 4, 4)}, r"takes none: use the inpainting"),
         ("flux-fill", {"concat_latent": torch.zeros(1, 4, 4, 4)}, r"the picture beside the latent has shape \(1, 4"),

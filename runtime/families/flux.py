@@ -284,6 +284,7 @@ FLUX = FamilySpec(
     pooled_width="pooled_projection_dim",
     packed=True,
     timestep_scale=1.0,
+    rounded_timestep=(r"time_text_embed\.time_proj", 1000.0),
     sigma_table=10000,
     references=("offset", "index", "uxo"),
     text_encoders="CLIP-L and T5: use a DualCLIPLoader (type flux) and CLIP Text Encode",
@@ -308,6 +309,7 @@ FLUX_FILL = replace(
     title="Flux.1 Fill",
     pipeline_classes=("FluxFillPipeline",),
     unsupported_config=not_fill,
+    references=(),
     beside=("picture", "mask"),
     tiny=MappingProxyType({**TINY, "in_channels": 384}),
 )
@@ -319,6 +321,7 @@ FLUX_CONTROL = replace(
     title="Flux.1 Canny or Depth",
     pipeline_classes=("FluxControlPipeline",),
     unsupported_config=not_control,
+    references=(),
     beside=("picture",),
     tiny=MappingProxyType({**TINY, "in_channels": 128}),
 )

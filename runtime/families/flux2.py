@@ -178,6 +178,7 @@ FLUX2 = FamilySpec(
     tiny=TINY,
     packed=True,
     timestep_scale=1.0,
+    rounded_timestep=(r"time_guidance_embed\.time_proj", 1000.0),
     sigma_table=10000,
     references=("index", "offset", "uxo"),
     references_apart=10,

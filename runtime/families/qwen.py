@@ -142,6 +142,7 @@ QWEN = FamilySpec(
     after_gelu=rf"{BLOCK}\.(img|txt)_mlp\.net\.2",
     packed=True,
     timestep_scale=1.0,
+    rounded_timestep=(r"time_text_embed\.time_proj", 1.0),
     sigma_table=10000,
     references=("index",),
     text_encoders="Qwen2.5-VL: use a CLIP Loader (type qwen_image) and CLIP Text Encode",

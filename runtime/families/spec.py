@@ -90,6 +90,10 @@ class FamilySpec:
     rebuilt: tuple[Rebuilt, ...]
     in_model_dtype: str = ""
     """A pattern of the modules that are handed float32, and take the number format of their weights."""
+    rounded_timestep: tuple[str, float] | None = None
+    """A pattern of the modules that make waves of a timestep which the class has rounded to the number format of the model,
+    and what it multiplies it by after that.
+    """
     split: TokenSplit
     self_attention: str
     """A pattern of the modules whose attention runs over the split tokens."""
