@@ -32,6 +32,7 @@ def take_exact_timestep(model: nn.Module, pattern: str, *, factor: float) -> Non
         handed[:] = [inputs["timestep"].float() * factor]
 
     def exact(_: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        """The timestep in the place of the rounded one; what comes after it as it is."""
         if not handed:
             return args
         timestep = handed.pop()

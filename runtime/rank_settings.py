@@ -82,9 +82,8 @@ class RankSettings(Settings):
     """What a rank is told at its start, as one line of JSON on its standard input.
 
     `endpoint`, `identity` and `token` lead to the server; `store` is the file where the ranks meet; `pool` names the
-    sidecar's folder of shared memory, empty for none. `devices` holds one device for each rank, as the rank sees them, and `parallel` the degrees of their
-    mesh.
-    `keep` is what stays loaded.
+    sidecar's folder of shared memory, empty for none. `devices` holds one device for each rank, as the rank sees them, and
+    `parallel` the degrees of their mesh. `keep` is what stays loaded.
     """
 
     rank: int = Field(ge=0)

@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .channel import Bell
-from .forks import Fork, Forks, can_fork, kill_group
+from .forks import PACK_ROOT, Fork, Forks, can_fork, kill_group
 from .plan import Plan
 from .protocol import Memory, RankReport
 from .rank_settings import KeepSettings, RankSettings
 from .settings import ParallelSettings
 
-PACK_ROOT = Path(__file__).resolve().parent.parent
 WORKER_MODULE = "runtime.worker"
 WORKER = (sys.executable, "-m", WORKER_MODULE)
 LAST_LINES = 15

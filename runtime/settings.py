@@ -190,10 +190,10 @@ def amount_of(text: str, total: int) -> int:
 class ModelSettings(Settings):
     """What Load Model describes: files by absolute path (or `tiny-shapes`), number format, plan.
 
-    `text_encoder`, `text_encoder_2`, `text_encoder_3` and `vae` are "from model" or the absolute path of a file or folder. `tokenizers` is
-    ComfyUI's package `comfy`, which has those of the text encoders; empty where it is not known. `stamp` changes
-    when one of the files changes, so that a file replaced in place is another model. `loras` are put on in their order, and
-    changed without loading the model again.
+    `text_encoder`, `text_encoder_2`, `text_encoder_3` and `vae` are "from model" or the absolute path of a file or folder.
+    `tokenizers` is ComfyUI's package `comfy`, which has those of the text encoders; empty where it is not known. `stamp`
+    changes when one of the files changes, so that a file replaced in place is another model. `loras` are put on in their
+    order, and changed without loading the model again.
 
     `model_low_noise` is a second expert, which runs below the sigma `boundary`: empty for none, or for the one in the
     model's own folder; 0 for the boundary that the family or the folder has.

@@ -85,6 +85,13 @@ def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
     return float((result - reference).norm() / reference.norm())
 
 
+def family_case(family: str, **changes: Any) -> Case:
+    """A small request of a family."""
+    form = FAMILIES[family].latent
+    latent = (1, form.channels, *([1] if form.dims == 3 else []), 8, 8)
+    return Case(**{"model": f"random:{family}", "family": family, "latent": latent, "steps": 1, **changes})
+
+
 def sample_request(case: Case) -> Sample:
     """The request of a case: the same in every process."""
     generator = torch.Generator().manual_seed(3)

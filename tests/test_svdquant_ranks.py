@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from runtime.progress import ignore_progress
 from runtime.quantize.job import quantize
 from runtime.settings import ModelSettings, ParallelSettings
 from tests.lora_files import Draw, kohya
-from tests.ranks import TABLE, Case, relative_error, run_as_threads, run_case, run_on_one, sample_request
+from tests.ranks import TABLE, Case, family_case, relative_error, run_as_threads, run_case, run_on_one, sample_request
 from tests.rounding import SAME_INPUT, Roundings
 from tests.test_experts import write_expert
 
@@ -140,13 +140,6 @@ def cuts_a_group(family: str, quant: str) -> bool:
         assert "within a group of" in str(refusal)
         return True
     return False
-
-
-def family_case(family: str, **changes: Any) -> Case:
-    """A small request of a family."""
-    form = FAMILIES[family].latent
-    latent = (1, form.channels, *([1] if form.dims == 3 else []), 8, 8)
-    return Case(**{"model": f"random:{family}", "family": family, "latent": latent, "steps": 1, **changes})
 
 
 def lora_for(case: Case, folder: Path) -> str:

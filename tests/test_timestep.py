@@ -11,8 +11,7 @@ from runtime.naming import modules_called
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.settings import ModelSettings
-from tests.ranks import sample_request
-from tests.test_svdquant_ranks import family_case
+from tests.ranks import family_case, sample_request
 
 ROUNDED = [name for name, family in FAMILIES.items() if family.rounded_timestep]
 

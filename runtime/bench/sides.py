@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Refused
-from ..forks import Forks
+from ..forks import PACK_ROOT, Forks
 
-PACK_ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.02
 MOST = 2000
 """Characters that an error shows of what a side has said."""

@@ -28,7 +28,8 @@ def load_split(
     dtype: torch.dtype,
     group: dist.ProcessGroup,
 ) -> UMT5EncoderModel:
-    """The UMT5 encoder of a folder with this rank's part of the weights, of which no more is read. All ranks of the group call it.
+    """The UMT5 encoder of a folder with this rank's part of the weights, of which no more is read. All ranks of the group
+    call it.
 
     Raises `Refused` when the folder does not hold what it should.
     """

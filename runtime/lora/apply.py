@@ -1,7 +1,8 @@
 """The LoRAs of a loaded model: put on, taken off and weighed anew without loading it again.
 
-What is low rank stays beside its weight as a pair. Everything else is folded into the weight in float32. Where the weight cannot be written anew, being packed or streamed, what would be
-folded is worked out in each call from what the weight stands for, and its product with the input added to the output.
+What is low rank stays beside its weight as a pair. Everything else is folded into the weight in float32. Where the weight
+cannot be written anew, being packed or streamed, what would be folded is worked out in each call from what the weight
+stands for, and its product with the input added to the output.
 """
 
 from __future__ import annotations

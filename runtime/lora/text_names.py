@@ -15,8 +15,8 @@ class TextNames:
     1, and `comfyui` is what ComfyUI calls it. `outer` stands before the names of its class in some files and versions.
 
     Files write its layers as its class does: with dots behind `text_encoder_2.` (diffusers) or
-    `text_encoders.t5xxl.transformer.` (ComfyUI; newer ones without the name too), with underscores behind `lora_te2_` (kohya, OneTrainer). The first may go
-    without a number.
+    `text_encoders.t5xxl.transformer.` (ComfyUI; newer ones without the name too), with underscores behind `lora_te2_`
+    (kohya, OneTrainer). The first may go without a number.
     """
 
     family = None

@@ -43,7 +43,8 @@ class BrownianMotion:
         low, high = (_on_grid(min(max(at, self._whole.start), self._whole.end)) for at in (low, high))
         before, self._kept = self._kept, {}
         parts = self._parts(self._whole, low, high, before)
-        total = next(parts, torch.zeros_like(self._like)).clone()  # a part may be asked for again
+        first = next(parts, None)
+        total = torch.zeros_like(self._like) if first is None else first.clone()  # a part may be asked for again
         for part in parts:
             total += part
         return total

@@ -33,11 +33,11 @@ def run_sampler(
 ) -> torch.Tensor:
     """Noise the latent to `sigmas[0]`, run the sampler, undo the scaling of the last sigma. All in model space.
 
-    `sigmas` comes from `schedules.make_sigmas` (on the CPU; with a single one there is no step) and is left as it is. `noise` and `latent`
-    lie on the model's device. `seed` and `cpu_noise_offset` are for the samplers that draw noise between steps; see
-    `noise.step_noise`. Between two model calls of one step `check` is called: what it raises ends the sampling.
-    `mask` is 1 where the latent is painted anew and 0 where it is kept; see `inpaint`. With `keep_clean` the model sees what
-    is kept without noise.
+    `sigmas` comes from `schedules.make_sigmas` (on the CPU; with a single one there is no step) and is left as it is.
+    `noise` and `latent` lie on the model's device. `seed` and `cpu_noise_offset` are for the samplers that draw noise
+    between steps; see `noise.step_noise`. Between two model calls of one step `check` is called: what it raises ends the
+    sampling. `mask` is 1 where the latent is painted anew and 0 where it is kept; see `inpaint`. With `keep_clean` the
+    model sees what is kept without noise.
     """
     sampler, x = SAMPLERS[sampler_name], scale_noise(noise, latent, sigma=sigmas[0])
     if sigmas[-1] == 0:
