@@ -10,10 +10,9 @@ from typing import Any
 
 from .families import FAMILIES
 from .families.spec import FamilySpec
+from .file_names import GGUF_SUFFIX
 from .layouts import Rows
 from .stored import Stored
-
-GGUF_SUFFIX = ".gguf"
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 from .errors import Refused
-from .facts import GGUF_SUFFIX, ModelFacts, Source, facts_of
+from .facts import ModelFacts, Source, facts_of
 from .families import FAMILIES
 from .families.spec import FamilySpec
+from .file_names import GGUF_SUFFIX, PICKLED, READ, check_file_name
 from .gguf_header import read_gguf
 from .layouts import Layout, eight_bit_layers, has_text_encoders, has_vae, packed_layers, transformer_part
 from .nunchaku_file import is_packed, is_packed_folder, packed_file, packed_folder
@@ -23,8 +24,6 @@ from .stored import BLOCKS, FP8, FP8_FORMATS, PLAIN, Stored
 from .tiny_shapes import MODEL_FOLDER
 
 RANDOM, INDEX, WEIGHTS = "random:", "model_index.json", "diffusion_pytorch_model.safetensors"
-READ = (".safetensors", ".sft", GGUF_SUFFIX)
-PICKLED = (".ckpt", ".pt", ".pth", ".bin")
 PARTS, TEXT_ENCODERS = ("vae", "transformer_2"), ("text_encoder", "text_encoder_2", "text_encoder_3")
 """Folders of a pipeline beside its transformer."""
 RECORDED = Path(__file__).resolve().parent / "families" / "tiny"
@@ -203,12 +202,7 @@ def _pickled_too(pickled: list[str]) -> str:
 
 
 def _file(path: Path) -> ModelFacts:
-    if path.suffix.lower() in PICKLED:
-        raise Refused(
-            f"{path} is a pickle, which can run code and is never opened: use a .safetensors file of the model"
-        )
-    if path.suffix.lower() not in READ:
-        raise Refused(f"{path} is not a .safetensors or .gguf file: choose one, or a diffusers folder")
+    check_file_name(path)
     read = read_gguf if path.suffix.lower() == GGUF_SUFFIX else read_header
     whole = read(path)
     header = transformer_part(whole)

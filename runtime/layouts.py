@@ -14,8 +14,11 @@ from .parallel.lengths import length_of
 from .safetensors_header import TensorEntry
 from .stored import BLOCKS, FP8_FORMATS, FP8_WIDENED, WEIGHT_SCALE, Stored
 
-PREFIXES = ("model.diffusion_model.", "diffusion_model.")
-"""What ComfyUI puts before the transformer's names, in an all-in-one checkpoint or a file of its own."""
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.", "transformer.", "model.")
+"""What stands before the transformer's names, in ComfyUI's all-in-one checkpoints, in files of its own and in those of
+trainers. No class of a family has a module of such a name."""
+STRAY = 5
+"""So few tensors behind a prefix are no model."""
 VAE_PREFIXES = ("vae.", "first_stage_model.")
 """What stands before the VAE's names in an all-in-one checkpoint."""
 TEXT_ENCODER = re.compile(r"text_encoders\.\w+\.transformer\.")
@@ -76,7 +79,7 @@ def transformer_part(header: Mapping[str, TensorEntry]) -> dict[str, TensorEntry
     """The transformer of a checkpoint, without the other models in it; the prefix stays on the names."""
     for prefix in PREFIXES:
         part = {name: entry for name, entry in header.items() if name.startswith(prefix)}
-        if part:
+        if len(part) > STRAY:
             return part
     return dict(header)
 
@@ -93,8 +96,7 @@ def has_text_encoders(names: Iterable[str]) -> bool:
 
 def renamed(name: str, family: FamilySpec) -> str:
     """A checkpoint's name of a tensor as the diffusers class has it, unless it is `fused` there."""
-    for prefix in PREFIXES:
-        name = name.removeprefix(prefix)
+    name = name.removeprefix(next(filter(name.startswith, PREFIXES), ""))
     for pattern, replacement in family.renames:
         name = re.sub(pattern, replacement, name)
     layer, dot, leaf = name.rpartition(".")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .errors import Refused
 from .families.texts import TextUse
+from .file_names import SAFETENSORS, check_file_name
 from .inspection import read_json
 from .layouts import TEXT_ENCODER
 from .safetensors_header import TensorEntry, read_header
@@ -49,6 +50,8 @@ T5_OWN_POSITIONS = f"encoder.block.1.layer.0.{T5_POSITIONS}"
 """What UMT5 has in every block, and T5 in the first alone."""
 CLIP_NEEDS = ("embeddings.token_embedding.weight", "encoder.layers.0.mlp.fc1.weight")
 CLIP_H_LAYER, CLIP_G_LAYER = "encoder.layers.22.mlp.fc1.weight", "encoder.layers.30.mlp.fc1.weight"
+CLIP_UNUSED = r"logit_scale|embeddings\.position_ids|vision_model\..*|visual_projection\.weight"
+"""The last two of files that have the half of CLIP that sees as well."""
 QWEN_NEEDS = ("embed_tokens.weight", "layers.0.self_attn.q_proj.weight")
 QWEN_UNUSED = r"lm_head\..*|(model\.)?visual\..*"
 QWEN_TOKENIZER = "text_encoders/qwen25_tokenizer"
@@ -60,11 +63,11 @@ KINDS: Mapping[str, EncoderKind] = {
     "t5xxl": EncoderKind("T5", "t5xxl", T5_NEEDS, (T5_OWN_POSITIONS,), "text_encoders/t5_tokenizer"),
     "clip_l": EncoderKind(
         "CLIP-L", "clip_l", CLIP_NEEDS, (CLIP_H_LAYER,), "sd1_tokenizer",
-        unused=r"text_projection(\.weight)?|logit_scale|embeddings\.position_ids", outer="text_model.",
+        unused=rf"text_projection(\.weight)?|{CLIP_UNUSED}", outer="text_model.",
     ),
     "clip_g": EncoderKind(
         "CLIP-G", "clip_g", (*CLIP_NEEDS, CLIP_G_LAYER), (), "sd1_tokenizer",
-        unused=r"logit_scale|embeddings\.position_ids", outer="text_model.",
+        unused=CLIP_UNUSED, outer="text_model.",
     ),
     "gemma2_2b": EncoderKind(
         "Gemma 2", "gemma_2_2b", (*QWEN_NEEDS, GEMMA_NORM), (QWEN3_NORM,), unused=QWEN_UNUSED, outer="model."
@@ -122,8 +125,8 @@ def find_encoders(path: Path) -> dict[str, EncoderFile]:
     """The encoders of a file, or of a folder of one, by kind. Raises `Refused` when it holds none that is read."""
     found: dict[str, EncoderFile] = {}
     of_folder = _kind_of_folder(path) if path.is_dir() else ""
-    if not path.is_dir() and path.suffix.lower() not in (".safetensors", ".sft"):
-        raise Refused(f"{path} is no .safetensors file, and text encoders are read from such files and folders alone")
+    if not path.is_dir():
+        check_file_name(path, SAFETENSORS)
     tensors = {name: (file, name, entry) for file in _files(path) for name, entry in read_header(file).items()}
     pieces = next((tensors[name][:2] for name in PIECES if name in tensors), None)
     for prefix in sorted({each[0] for each in map(TEXT_ENCODER.match, tensors) if each}) or [""]:

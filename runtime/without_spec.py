@@ -15,7 +15,8 @@ from typing import Any
 from .comparison import tolerance_for
 from .errors import Refused
 from .families import FAMILIES
-from .inspection import INDEX, PICKLED, RANDOM, read_json
+from .file_names import PICKLED
+from .inspection import INDEX, RANDOM, read_json
 from .machine import Machine
 from .settings import TINY_SHAPES, ModelSettings
 

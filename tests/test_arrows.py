@@ -53,6 +53,7 @@ COMPUTE = (
 FACTS = (
     "families",
     "safetensors_header",
+    "file_names",
     "gguf_header",
     "stored",
     "layouts",

@@ -15,7 +15,7 @@ from runtime.__main__ import main
 from runtime.commands import COMMANDS
 from runtime.commands.config import words_of_config
 from runtime.commands.flags import add_model_flags, add_output_flags, model_settings
-from runtime.commands.models import find_model
+from runtime.commands.models import TEXT_ENCODER_FOLDERS, find_model, find_part
 from runtime.commands.sidecar import Asker
 from runtime.errors import Refused
 from runtime.protocol import Conditioning, Encoded, Notice
@@ -146,6 +146,14 @@ def test_a_model_is_found_by_name_under_a_models_folder(monkeypatch, tmp_path):
     with pytest.raises(Refused, match="more than one folder: give the path, one of"):
         find_model("wan.safetensors")
     assert find_model("models/diffusion_models/wan.safetensors").startswith(str(tmp_path))
+
+
+def test_the_older_names_of_two_folders_are_known_as_they_are_to_comfyui(tmp_path):
+    for name in ("models/unet/flux.safetensors", "models/clip/t5xxl.safetensors"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(b"")
+    assert find_model("flux.safetensors") == str(tmp_path / "models/unet/flux.safetensors")
+    assert find_part("t5xxl.safetensors", TEXT_ENCODER_FOLDERS) == str(tmp_path / "models/clip/t5xxl.safetensors")
 
 
 @pytest.mark.parametrize(

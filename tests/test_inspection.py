@@ -34,15 +34,18 @@ def original(model) -> dict[str, torch.Tensor]:
     return to_comfy_transformer(model.state_dict())
 
 
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.", "net.", "transformer.")
+
+
 def saved(path: Path, tensors: dict[str, torch.Tensor]) -> str:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     return str(path)
 
 
-def test_all_three_layouts_of_a_file_give_the_configuration_of_the_model(tmp_path, model, original):
+def test_all_layouts_of_a_file_give_the_configuration_of_the_model(tmp_path, model, original):
     layouts = {
         "comfyui": original,
-        "prefixed": {f"model.diffusion_model.{name}": tensor for name, tensor in original.items()},
+        **{prefix: {f"{prefix}{name}": tensor for name, tensor in original.items()} for prefix in PREFIXES},
         "diffusers": model.state_dict(),
     }
     for name, tensors in layouts.items():
@@ -143,6 +146,7 @@ def test_relatives_are_refused_by_name(tmp_path, original, change, words):
         ("model.pt", "pickle"),
         ("model.gguf", "not a .gguf file"),
         ("model.txt", "not a .safetensors"),
+        ("model-00001-of-00003.safetensors", r"part 1 of 3 of a model: choose the folder of all its parts"),
     ],
 )
 def test_other_kinds_of_file_are_not_opened(tmp_path, name, words):

@@ -240,6 +240,13 @@ def test_a_folder_means_what_a_file_of_it_means(kind, tmp_path):
     assert torch.equal(*(encoded(path, kind, Mesh.single()) for path in (file.path, alone)))
 
 
+def test_the_half_of_clip_that_sees_is_left_out(tmp_path):
+    sees = {"vision_model.embeddings.class_embedding": torch.ones(64), "visual_projection.weight": torch.ones(64, 64)}
+    both = saved(tmp_path / "both.safetensors", {**tensors_of("clip_l"), **sees})
+    alone = saved(tmp_path / "alone.safetensors", tensors_of("clip_l"))
+    assert torch.equal(*(encoded(path, "clip_l", Mesh.single()) for path in (both, alone)))
+
+
 PUBLISHED = {
     "clip_l": ((49408, 768), 3072, 12, {"num_attention_heads": 12}),
     "clip_g": ((49408, 1280), 5120, 32, {"num_attention_heads": 20, "hidden_act": "gelu"}),
@@ -309,7 +316,9 @@ def test_what_is_missing_or_of_another_family_is_told_with_a_way_out(tmp_path):
         ("flux", (clip, t5), r"T5. has no tokenizer inside or beside it.*t5_tokenizer.*COMFYUI_PATH"),
         ("wan", (t5,), "is T5, but Wan .* takes UMT5: .*choose umt5_xxl files or the text_encoder folder"),
         ("zimage", (other,), "no text encoder that is read: it has 1 tensors such as some.weight; looked for .*Qwen3"),
-        ("zimage", (tmp_path / "model.gguf",), "no .safetensors file"),
+        ("zimage", (tmp_path / "model.gguf",), "not a .safetensors file"),
+        ("zimage", (tmp_path / "model.bin",), "is a pickle, which can run code"),
+        ("zimage", (tmp_path / "model-00002-of-00003.safetensors",), "part 2 of 3 of a model: choose the folder"),
         ("flux2", (), "Flux.2 dev or klein takes Mistral .dev. or Qwen3 .klein.: use a CLIP Loader"),
         ("chroma", (cut,), "cut short"),
     ):

@@ -162,6 +162,23 @@ def test_the_vae_of_another_family_is_refused_by_what_it_lacks(model, tmp_path, 
         load_autoencoder(tmp_path / "vae.safetensors", family)
 
 
+@pytest.mark.parametrize("family", [FLUX, SD3])
+def test_the_vae_of_stable_diffusion_1_is_refused_by_its_channels(tmp_path, family):
+    sizes = {"latent_channels": 4, "block_out_channels": (32, 32, 64, 64), "layers_per_block": 1}
+    small = diffusers.AutoencoderKL(**{**FLUX_VAE, **sizes})
+    small.save_pretrained(tmp_path / "vae")
+    save_file(original(small.state_dict()), tmp_path / "vae.safetensors")
+    for path in (tmp_path / "vae", tmp_path / "vae.safetensors"):
+        with pytest.raises(Refused, match=rf"is a VAE of 4 channels, but the latents of {family.title} have 16"):
+            load_autoencoder(path, family)
+
+
+def test_a_pickled_vae_is_not_opened(tmp_path):
+    (tmp_path / "vae.pt").write_bytes(b"PK")
+    with pytest.raises(Refused, match="is a pickle, which can run code"):
+        load_autoencoder(tmp_path / "vae.pt", FLUX)
+
+
 def test_a_checkpoint_with_a_vae_is_a_model_with_a_vae(model, tmp_path: Path):
     _, shapes = build_transformer(inspect_model("random:flux"))
     transformer = {f"model.diffusion_model.{name}": tensor.contiguous() for name, tensor in random_tensors(shapes)}

@@ -14,11 +14,12 @@ from ..inspection import RANDOM
 from ..launch import PACK_ROOT
 from ..settings import FROM_MODEL, TINY_SHAPES
 
-MODEL_FOLDERS = ("diffusion_models", "checkpoints", "diffusers")
-TEXT_ENCODER_FOLDERS, VAE_FOLDERS = ("text_encoders", "diffusers"), ("vae", "diffusers")
+MODEL_FOLDERS = ("diffusion_models", "unet", "checkpoints", "diffusers")
+TEXT_ENCODER_FOLDERS, VAE_FOLDERS = ("text_encoders", "clip", "diffusers"), ("vae", "diffusers")
+"""Two of them by their older names, too, as in ComfyUI."""
 LORA_FOLDERS = ("loras",)
 INDEX = "model_index.json"
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)(?<!\.gguf)")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.safetensors)(?<!\.sft)(?<!\.gguf)")
 NAMED = 3
 
 

@@ -12,10 +12,13 @@ from torch import nn
 from ..configuration import building, load_folder
 from ..errors import Refused
 from ..families.spec import FamilySpec
+from ..file_names import SAFETENSORS, check_file_name
 from ..inspection import read_json
 from ..safetensors_header import read_header
 from .vae_names import VaeFile, vae_file_of, vae_part
 
+LATENT_IN = "decoder.conv_in.weight"
+"""The first layer that a latent goes through."""
 COUNTED = "num_batches_tracked"
 """What training alone reads of a batch norm; files may lack it."""
 
@@ -31,16 +34,30 @@ def check_autoencoder(path: Path, family: FamilySpec) -> None:
     if not family.vae_class:
         raise Refused(f"the VAE of {family.title} is not available yet: use a VAE Loader with VAE Decode or VAE Encode")
     if path.is_dir():
-        kind = read_json(path / "config.json").get("_class_name")
+        config = read_json(path / "config.json")
+        kind = config.get("_class_name")
         if kind != family.vae_class:
             raise Refused(f"{path} holds a VAE of another kind ({kind}): {family.title} needs an {family.vae_class}")
+        _check_channels(config.get("latent_channels", config.get("z_dim")), path, family)
     elif (layout := vae_file_of(family)) is None:
         raise Refused(
             f"{path} is a single file, and for {family.title} a diffusers folder is needed: choose one, or use a VAE Loader "
             f"and VAE Decode"
         )
     else:
-        _stored_names(path, layout)
+        check_file_name(path, SAFETENSORS)
+        stored = _stored_names(path, layout).get(LATENT_IN)
+        _check_channels(read_header(path)[stored].shape[1] if stored else None, path, family)
+
+
+def _check_channels(channels: int | None, path: Path, family: FamilySpec) -> None:
+    """Raise `Refused` for latents of other channels than the family's, where the number is told."""
+    needed = family.latent.channels // family.latent.shuffle**2
+    if channels not in (needed, None):
+        raise Refused(
+            f"{path} is a VAE of {channels} channels, but the latents of {family.title} have {needed}: choose the VAE of this "
+            f"model"
+        )
 
 
 def _from_folder(path: Path, family: FamilySpec) -> nn.Module:
