@@ -34,7 +34,7 @@ WITHOUT_EFFECT = (
     "width", "height", "crop_w", "crop_h", "target_width", "target_height", "aesthetic_score", "prompt_type",
     "control_apply_to_uncond",
 )  # fmt: skip
-"""Keys that change nothing without another key, or for the models that run here (KSampler ignores them as well)."""
+"""Keys that change nothing without another key, or for the models that run here, as for KSampler; they are told of."""
 
 WAY_OUT = {
     "control": "remove Apply ControlNet",
@@ -59,6 +59,12 @@ def to_conditioning(value: Any, what: str) -> tuple[Conditioning, ...]:
     if len(value) > MAX_ENTRIES:
         raise ValueError(f"{what}: combine {MAX_ENTRIES} prompts at most; this CONDITIONING has {len(value)}")
     return tuple(_entry(entry, what) for entry in value)
+
+
+def without_effect(value: Any, what: str) -> str:
+    """What a CONDITIONING carries that changes nothing, such as the sizes of CLIP Text Encode SDXL, in words; else empty."""
+    carried = {key: None for _, options in value for key in WITHOUT_EFFECT if options.get(key) is not None}
+    return f"{what}: {', '.join(carried)} without effect: no model that runs here reads that" if carried else ""
 
 
 def has_no_embedding(value: Any, what: str) -> bool:

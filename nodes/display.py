@@ -38,10 +38,14 @@ class NodeDisplay:
             self._bar(event.step, event.total, _picture(event.preview))
 
     def notice(self, event: Notice) -> None:
+        """Show what the sidecar says the user should know."""
+        self.tell(event.text)
+
+    def tell(self, line: str) -> None:
         """Show what the user should know, now and when the job is done, and log it."""
-        log.info("Outrigger: %s", event.text)
-        self._notices.append(event.text)
-        self.text(event.text)
+        log.info("Outrigger: %s", line)
+        self._notices.append(line)
+        self.text(line)
 
     def finished(self, seconds: float, *, memory: str) -> None:
         """Show that the job is done, what is loaded, and again what the user should know."""

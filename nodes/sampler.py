@@ -96,7 +96,7 @@ def sampled(
     latent = session.sample(
         model,
         widgets,
-        positive=convert.to_conditioning(positive, "positive"),
+        positive=prompt(positive, "positive", display),
         negative=_negative(model, negative, widgets.needs_negative, display),
         latent=convert.to_latent(latent_image, "latent_image"),
         noise_mask=convert.noise_mask(latent_image, "latent_image"),
@@ -106,6 +106,14 @@ def sampled(
         **given,
     )
     return convert.from_latent(latent, latent_image)
+
+
+def prompt(value: Any, what: str, display: NodeDisplay) -> tuple:
+    """A CONDITIONING as messages; what it carries without effect is shown on the node."""
+    entries = convert.to_conditioning(value, what)
+    if line := convert.without_effect(value, what):
+        display.tell(line)
+    return entries
 
 
 def prompt_sockets() -> list[io.Input]:
@@ -179,7 +187,7 @@ def _shift(name: str, default: float, tooltip: str) -> io.Input:
 def _negative(model: Any, negative: Any, needed: bool, display: NodeDisplay) -> tuple:
     """The negative prompt; where there is none (nothing connected, or no embedding) and it is needed, the empty prompt."""
     if negative is not None and not convert.has_no_embedding(negative, "negative"):
-        return convert.to_conditioning(negative, "negative")
+        return prompt(negative, "negative", display)
     if not needed:
         return ()
     return (session.encode_text(model, "", display),)

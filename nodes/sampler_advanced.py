@@ -10,7 +10,7 @@ from ..runtime.errors import in_our_words, shown
 from .display import NodeDisplay
 from .io_types import CATEGORY, Model, searchable
 from .parts import SAMPLER_NAMES, SCHEDULER_NAMES, convert, settings
-from .sampler import guidance, noise_and_steps, prompt_sockets, sampled, shift_widgets
+from .sampler import guidance, noise_and_steps, prompt, prompt_sockets, sampled, shift_widgets
 
 SWITCH = {"enable": True, "disable": False}
 LAST_STEP = 10000
@@ -155,20 +155,20 @@ class OutriggerSamplerAdvanced(io.ComfyNode):
             neg_scale=None if empty_conditioning is None else neg_scale,
         )
         convert.to_latent(latent_image, "latent_image")
+        display = NodeDisplay(cls.hidden.unique_id, stage="sampling")
         given = {
             "sigmas": convert.to_sigmas(sigmas, "sigmas"),
             "noise": convert.to_noise(noise, latent_image, "noise"),
-            "middle": _between(middle, empty_conditioning),
+            "middle": _between(middle, empty_conditioning, display),
         }
-        display = NodeDisplay(cls.hidden.unique_id, stage="sampling")
         return io.NodeOutput(sampled(model, widgets, positive, negative, latent_image, display=display, **given))
 
 
-def _between(middle: Any, empty_conditioning: Any) -> tuple:
+def _between(middle: Any, empty_conditioning: Any, display: NodeDisplay) -> tuple:
     """The prompt between positive and negative; none where nothing is connected."""
-    for name, prompt in (("middle", middle), ("empty_conditioning", empty_conditioning)):
-        if prompt is not None:
-            return convert.to_conditioning(prompt, name)
+    for name, value in (("middle", middle), ("empty_conditioning", empty_conditioning)):
+        if value is not None:
+            return prompt(value, name, display)
     return ()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,13 +13,9 @@ from .errors import Refused
 from .families.spec import FamilySpec
 from .protocol import Conditioning
 from .sampling.latents import into_model_space
+from .unread import READ_MASKS, check_all_read, sources_of, without_effect
 
 VISION = ("clip_vision", "clip_vision_last")
-MASKED = {"attention_mask", "word_mask"}
-"""What is worked out from the mask of a prompt."""
-
-VIDEO_PLACES = {"video_places", "causal_video_places"}
-"""What is worked out from the frame rate."""
 
 
 class ConditioningReader:
@@ -28,12 +24,12 @@ class ConditioningReader:
     def __init__(
         self, family: FamilySpec, config: Mapping[str, Any], *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._family, self._place = family, {"dtype": dtype, "device": device}
+        self._family, self._config, self._place = family, config, {"dtype": dtype, "device": device}
         self._text_width: int = config[family.text_width]
         self._pooled_width: int = config[family.pooled_width] if family.pooled_width else 0
         self._second_width: int = config[family.second_text_width] if family.second_text_width else 0
         self._vision_width: int = config[family.vision_width] if family.vision_width else 0
-        self._sources = set(dict(family.inputs).values())
+        self._sources = sources_of(family)
 
     def read(self, conditioning: Conditioning, x: torch.Tensor, noise_mask: torch.Tensor | None) -> Conditioning:
         """The conditioning for latents like `x`. Raises `Refused` for one of another model."""
@@ -43,7 +39,8 @@ class ConditioningReader:
                 f"the conditioning has shape {tuple(embedding.shape)}, but {self._family.title} takes "
                 f"(batch, tokens, {self._text_width}): encode the prompt with the text encoder of this model"
             )
-        self._check_length(embedding.shape[1])
+        self._check_length(embedding)
+        check_all_read(conditioning, self._family)
         for field, way_out in self._family.refuses:
             if getattr(conditioning, field):
                 raise Refused(f"the conditioning carries {field} {getattr(conditioning, field)}: {way_out}")
@@ -63,6 +60,12 @@ class ConditioningReader:
             "frame_rate": self._frame_rate(conditioning.frame_rate),
         }
         return conditioning.model_copy(update=read)
+
+    def without_effect(self, branches: Iterable[Iterable[Conditioning]]) -> list[str]:
+        """What these carry that changes nothing, in words, each once."""
+        entries = [entry for branch in branches for entry in branch]
+        told = (line for entry in entries for line in without_effect(entry, self._family, self._config))
+        return list(dict.fromkeys(told))
 
     def _second(self, conditioning: Conditioning) -> torch.Tensor | None:
         """What the second text encoder says, of no tokens where it says nothing; None where the family reads none."""
@@ -100,7 +103,7 @@ class ConditioningReader:
 
     def _mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Which tokens of a prompt are words, `(B, L)` bool; None where all are, or where the family reads no mask."""
-        if mask is None or self._sources.isdisjoint(MASKED):
+        if mask is None or self._sources.isdisjoint(READ_MASKS):
             return None
         if mask.is_floating_point() or mask.ndim != 2:
             raise Refused(
@@ -205,15 +208,21 @@ class ConditioningReader:
         return levels[:, 0].to(self._place["device"])
 
     def _frame_rate(self, rate: float | None) -> float | None:
-        """Pictures in a second of the video, where the family reads that."""
-        if rate is None or not self._sources & VIDEO_PLACES:
-            return None
-        if rate <= 0:
+        """Pictures in a second of the video."""
+        if rate is not None and rate <= 0:
             raise Refused(f"the conditioning carries a frame_rate of {rate:g}: set more than 0 in LTXVConditioning")
         return rate
 
-    def _check_length(self, tokens: int) -> None:
-        """Raise `Refused` for a prompt of another length than its text encoder gives, where pictures are read beside it."""
+    def _check_length(self, embedding: torch.Tensor) -> None:
+        """Raise `Refused` for a prompt of nothing, and of another length than its text encoder gives, where pictures are read
+        beside it.
+        """
+        tokens = embedding.shape[1]
+        if not len(embedding) or not (tokens or self._family.text_fill):
+            raise Refused(
+                f"the conditioning has shape {tuple(embedding.shape)}, no token: connect a text encoder, which gives some for an "
+                f"empty text, too"
+            )
         if self._family.picture_tokens and tokens != self._family.text_length:
             raise Refused(
                 f"the conditioning has {tokens} tokens, but {self._family.title} takes {self._family.text_length}, as CLIP Text "

@@ -225,7 +225,8 @@ class Pipeline:
             return StepReporter(progress, draw=None, runners=runners)
         place = {"decoders": request.preview_decoders, "device": self._mesh.device}
         draw, notice = previewer(request.preview, self._family.latent, **place)
-        for line in filter(None, (notice, self._kernels and str(self._kernels))):
+        lines = (notice, self._kernels and str(self._kernels), *self._reader.without_effect(request.branches))
+        for line in filter(None, lines):
             progress(SAMPLING, 0, 1, notice=line, together=False)
         return StepReporter(progress, draw=draw, runners=runners)
 

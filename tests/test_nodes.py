@@ -64,6 +64,12 @@ def test_conditioning_keys_without_effect_are_accepted(pack, options):
     assert len(pack.convert.to_conditioning(entry(**options), "positive")) == 1
 
 
+def test_conditioning_keys_without_effect_are_told_of(pack):
+    line = pack.convert.without_effect(entry(width=512, aesthetic_score=6.0, height=None, guidance=3.0), "positive")
+    assert line == "positive: width, aesthetic_score without effect: no model that runs here reads that"
+    assert pack.convert.without_effect(entry(guidance=3.0, pooled_output=None), "positive") == ""
+
+
 def test_references_and_a_picture_beside_the_latent_go_over_as_they_are(pack):
     first, second, mask = torch.ones(1, 16, 4, 4), torch.ones(1, 16, 2, 6), torch.ones(1, 1, 32, 32)
     options = {
@@ -593,6 +599,13 @@ def test_what_the_user_should_know_stays_on_the_node(pack, sidecar):
     sidecar(lambda request: pack.runtime_protocol.Notice(job=request.job, text="3 targets applied"), sampled(pack))
     sample(pack)
     assert pack.fake.texts[-1] == ("7", "3 targets applied\nsampling took 0.50 s")
+
+
+def test_what_a_prompt_carries_without_effect_stays_on_the_node(pack, sidecar):
+    sidecar(sampled(pack))
+    sample(pack, negative=entry(crop_w=64))
+    line = "negative: crop_w without effect: no model that runs here reads that"
+    assert pack.fake.texts[-1] == ("7", f"{line}\nsampling took 0.50 s")
 
 
 def test_what_was_chosen_and_why_stays_on_the_node(pack, sidecar):

@@ -146,6 +146,7 @@ FLUX2 = FamilySpec(
     head_dim="attention_head_dim",
     layers="num_layers",
     text_width="joint_attention_dim",
+    guidance_key="guidance_embeds",
     blocks=("transformer_blocks", "single_transformer_blocks"),
     split=FLUX.split,
     self_attention=rf"({DOUBLE}|{SINGLE})\.attn",

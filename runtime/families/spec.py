@@ -81,6 +81,8 @@ class FamilySpec:
     """Where it reads what a second text encoder says, token by token."""
     vision_width: str = ""
     """Where it reads what CLIP vision says of a picture."""
+    guidance_key: str = ""
+    """Where it says whether it is told a guidance, in a family of which not all models are."""
     positions: str = ""
     """Where it has a table of positions: how many patches that goes to along each dim."""
 
