@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from .errors import Refused
-from .inspection import read_json
+from .json_file import read_json
 from .safetensors_header import TensorEntry, read_header
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -10,7 +10,7 @@ from typing import Any
 
 from .families import FAMILIES
 from .families.spec import FamilySpec
-from .file_names import GGUF_SUFFIX
+from .file_names import is_gguf
 from .layouts import Rows
 from .stored import Stored
 
@@ -29,7 +29,7 @@ class Source:
     @property
     def is_gguf(self) -> bool:
         """Whether it is a .gguf file, and no .safetensors file."""
-        return self.path.suffix.lower() == GGUF_SUFFIX
+        return is_gguf(self.path)
 
     def widens(self, name: str) -> bool:
         """Whether reading a tensor of the model makes other numbers of it than the file has."""

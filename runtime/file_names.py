@@ -29,3 +29,8 @@ def check_file_name(path: Path, suffixes: tuple[str, ...] = READ) -> None:
             f"{path} is part {int(shard[1])} of {int(shard[2])} of a model: choose the folder of all its parts (of a model, the "
             f"diffusers folder with model_index.json), or a file that is whole"
         )
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether it is a .gguf file, and no .safetensors file."""
+    return path.suffix.lower() == GGUF_SUFFIX

@@ -7,12 +7,15 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from pathlib import Path
+from types import MappingProxyType
 
 from .families.spec import FamilySpec
 from .families.written import Fused
 from .parallel.lengths import length_of
 from .safetensors_header import TensorEntry
 from .stored import BLOCKS, FP8_FORMATS, FP8_WIDENED, WEIGHT_SCALE, Stored
+from .weight_files import twice
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.", "transformer.", "model.")
 """What stands before the transformer's names, in ComfyUI's all-in-one checkpoints, in files of its own and in those of
@@ -35,22 +38,29 @@ Rows = tuple[slice, ...]
 @dataclass(frozen=True)
 class Layout:
     """A transformer's tensors by the names of its class: what the file calls each, its shape and, where it is a part of what
-    the file has, which rows; and its number format as the header has it.
+    the file has, which rows; and its number format as the header has it. `twice` are those that it has under two names.
     """
 
     names: dict[str, str] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     rows: dict[str, Rows] = field(default_factory=dict)
     formats: dict[str, str] = field(default_factory=dict)
+    twice: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def without(self, pattern: str) -> Layout:
         """The same but for tensors of such names."""
         if not pattern:
             return self
-        parts = (self.names, self.shapes, self.rows, self.formats)
+        parts = (self.names, self.shapes, self.rows, self.formats, self.twice)
         return Layout(
             *({name: each for name, each in part.items() if not re.fullmatch(pattern, name)} for part in parts)
         )
+
+    def check_once(self, path: Path, beside: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Raise `Refused` for a tensor that a file has twice: under two names, or here and `beside` it."""
+        both = {name: (self.names[name], beside[name]) for name in self.names if name in beside}
+        for name, (first, second) in (self.twice | both).items():
+            raise twice(path, first, second, name)
 
     @property
     def stored_formats(self) -> dict[str, str]:
@@ -66,6 +76,8 @@ class Layout:
         there = set(meant.values())
         for stored, entry in used.items():
             for name, rows in _meant(meant[stored], entry.shape, family, there):
+                if name in layout.names:
+                    layout.twice[name] = (layout.names[name], stored)
                 layout.names[name] = stored
                 layout.shapes[name] = entry.shape
                 layout.formats[name] = entry.dtype
@@ -104,7 +116,7 @@ def renamed(name: str, family: FamilySpec) -> str:
 
 
 def eight_bit_layers(layout: Layout, family: FamilySpec) -> dict[str, Stored]:
-    """The Linears whose weights are in 8 bits. Raises `ValueError` for one that is scaled by more than one number."""
+    """The Linears whose weights are in 8 bits, each scaled by one number at most (see `weight_formats`)."""
     found = {}
     for name, number_format in layout.formats.items():
         layer, _, leaf = name.rpartition(".")
@@ -112,8 +124,6 @@ def eight_bit_layers(layout: Layout, family: FamilySpec) -> dict[str, Stored]:
             continue
         names = {leaf: f"{layer}.{leaf}" for leaf in ("weight", "bias", WEIGHT_SCALE)}
         shapes = {leaf: layout.shapes[name] for leaf, name in names.items() if name in layout.shapes}
-        if math.prod(shapes.get(WEIGHT_SCALE, ())) != 1:
-            raise ValueError(f"{layout.names[name]} is scaled by {shapes[WEIGHT_SCALE]} numbers")
         found[layer] = Stored(FP8_WIDENED if family.stays_float32(name) else FP8_FORMATS[number_format], shapes)
     return found
 

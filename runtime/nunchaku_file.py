@@ -23,6 +23,7 @@ from .layouts import Layout, Rows
 from .nunchaku_names import AWQ_LEAVES, CODE_DTYPES, CODES, LEAVES, PLAIN_DTYPES, ROUNDING, check_rounding, check_shapes
 from .safetensors_header import TensorEntry, read_header, read_metadata
 from .stored import AWQ_INT4, JOINED, SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, SVDQUANT_NVFP4, Stored
+from .weight_files import merged
 
 FOLDER = ("transformer_blocks.safetensors", "unquantized_layers.safetensors")
 """The two files of a model of the first generation."""
@@ -84,7 +85,7 @@ def _read(metadata: Mapping[str, str], key: str) -> Any:
 
 
 def _facts(path: Path, headers: Mapping[Path, Header], config: Any) -> ModelFacts:
-    entries = {name: entry for header in headers.values() for name, entry in header.items()}
+    entries = merged(headers)
     file = PackedFile(*_family_and_config(path, config))
     linears: dict[str, dict[str, TensorEntry]] = {}
     plain: dict[str, TensorEntry] = {}
@@ -147,6 +148,7 @@ def _add_plain(path: Path, file: PackedFile, entries: Mapping[str, TensorEntry])
         if entry.dtype not in PLAIN_DTYPES:
             raise Refused(f"{path}: {name} is {entry.dtype}, which no 4-bit file of Nunchaku has: choose another file")
     layout = Layout.of(file.family, entries)
+    layout.check_once(path)
     file.names.update(layout.names)
     file.shapes.update(layout.shapes)
     file.rows.update(layout.rows)

@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,15 @@ def read_metadata(path: Path) -> dict[str, str]:
     return {key: text for key, text in texts.items() if isinstance(text, str)} if isinstance(texts, dict) else {}
 
 
+def read_data(path: Path, entries: Iterable[TensorEntry]) -> Iterator[bytes]:
+    """The bytes of some small tensors of a file, which `read_header` has found there."""
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        for entry in entries:
+            file.seek(start + entry.start)
+            yield file.read(entry.end - entry.start)
+
+
 def _read(path: Path) -> tuple[dict[str, Any], int]:
     """The header as it stands, and how many bytes of data follow it."""
     size = path.stat().st_size
@@ -79,13 +91,29 @@ def what_it_is(path: Path) -> str:
     return ""
 
 
+def first_overlap(entries: Mapping[str, TensorEntry]) -> tuple[str, str] | None:
+    """The first two tensors that have bytes in common."""
+    placed = sorted((entry.start, entry.end, name) for name, entry in entries.items() if entry.start < entry.end)
+    return next(((a, b) for (_, end, a), (start, _, b) in pairwise(placed) if start < end), None)
+
+
 def _decoded(path: Path, raw: bytes) -> dict[str, Any]:
+    twice: list[str] = []
+
+    def as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice.extend(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        return found
+
     try:
-        header = json.loads(raw)
+        header = json.loads(raw, object_pairs_hook=as_dict)
     except (ValueError, RecursionError) as error:
         raise Refused(f"{path} is not a .safetensors file{what_it_is(path)}: its header is not JSON") from error
     if not isinstance(header, dict):
         raise Refused(f"{path} is not a .safetensors file: its header is not a table of tensors")
+    if twice:
+        raise Refused(f"{path} is damaged: its header has {twice[0]!r} more than once. Download it again")
     return header
 
 
@@ -98,6 +126,10 @@ def _checked(path: Path, header: dict[str, Any], *, data_bytes: int) -> dict[str
         )
     if not entries:
         raise Refused(f"{path} holds no tensors")
+    if overlap := first_overlap(entries):
+        raise Refused(
+            f"{path} is damaged: its tensors {overlap[0]!r} and {overlap[1]!r} share bytes. Download it again"
+        )
     return entries
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from .errors import Refused
 from .families.texts import TextUse
 from .file_names import SAFETENSORS, check_file_name
-from .inspection import read_json
+from .json_file import read_json
 from .layouts import TEXT_ENCODER
 from .safetensors_header import TensorEntry, read_header
+from .weight_files import TRANSFORMERS, all_weight_files, merged, twice
 
 PIECES = ("spiece_model", "text_encoders.spiece_model")
 """What a file and an all-in-one checkpoint call the model of a tokenizer inside it."""
@@ -24,6 +25,8 @@ OUTER = re.compile(r"^(text_model|model\.language_model|language_model|model)\.(
 TOKENIZER = "tokenizer"
 FOLDER = "text_encoder"
 NAMED = 3
+Place = tuple[Path, str, TensorEntry]
+"""A tensor's file, its name there, and what the header says of it."""
 T5_GATE, T5_POSITIONS = "DenseReluDense.wi_0.weight", "SelfAttention.relative_attention_bias.weight"
 
 
@@ -98,7 +101,7 @@ class EncoderFile:
 
     kind: str
     path: Path
-    tensors: Mapping[str, tuple[Path, str, TensorEntry]] = field(repr=False)
+    tensors: Mapping[str, Place] = field(repr=False)
     pieces: tuple[Path, str] | None = None
 
     @property
@@ -127,14 +130,12 @@ def find_encoders(path: Path) -> dict[str, EncoderFile]:
     of_folder = _kind_of_folder(path) if path.is_dir() else ""
     if not path.is_dir():
         check_file_name(path, SAFETENSORS)
-    tensors = {name: (file, name, entry) for file in _files(path) for name, entry in read_header(file).items()}
+    headers = {file: read_header(file) for file in _files(path)}
+    merged(headers)
+    tensors = {name: (file, name, entry) for file, header in headers.items() for name, entry in header.items()}
     pieces = next((tensors[name][:2] for name in PIECES if name in tensors), None)
     for prefix in sorted({each[0] for each in map(TEXT_ENCODER.match, tensors) if each}) or [""]:
-        own = {
-            OUTER.sub("", name.removeprefix(prefix), count=1): place
-            for name, place in tensors.items()
-            if name.startswith(prefix) and name not in PIECES
-        }
+        own = _own(path, tensors, prefix)
         if kind := of_folder or _kind_of(own):
             found[kind] = EncoderFile(kind, path, own, pieces)
     if not found:
@@ -143,6 +144,17 @@ def find_encoders(path: Path) -> dict[str, EncoderFile]:
             f"{', '.join(sorted(tensors)[:NAMED])}; looked for those of: {', '.join(each.title for each in KINDS.values())}"
         )
     return found
+
+
+def _own(path: Path, tensors: Mapping[str, Place], prefix: str) -> dict[str, Place]:
+    """The tensors of one encoder by the names of its class. Raises `Refused` for one that is there under two names."""
+    own: dict[str, Place] = {}
+    for name, place in tensors.items():
+        if name.startswith(prefix) and name not in PIECES:
+            first = own.setdefault(OUTER.sub("", name.removeprefix(prefix), count=1), place)
+            if first is not place:
+                raise twice(path, first[1], name)
+    return own
 
 
 def tokenizer_of(file: EncoderFile, package: str) -> Path | None:
@@ -180,12 +192,7 @@ def _tokenizers(file: EncoderFile, package: str) -> Iterator[Path]:
 
 
 def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise Refused(f"{path} has no weights: download its .safetensors files")
-    return files
+    return all_weight_files(path, TRANSFORMERS) if path.is_dir() else [path]
 
 
 def _kind_of_folder(path: Path) -> str:

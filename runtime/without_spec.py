@@ -16,8 +16,10 @@ from .comparison import tolerance_for
 from .errors import Refused
 from .families import FAMILIES
 from .file_names import PICKLED
-from .inspection import INDEX, RANDOM, read_json
+from .inspection import RANDOM
+from .json_file import read_json
 from .machine import Machine
+from .model_folder import INDEX
 from .settings import TINY_SHAPES, ModelSettings
 
 LIBRARIES = ("diffusers", "transformers")

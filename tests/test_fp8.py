@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 
 from runtime.checkpoint import random_tensors
-from runtime.errors import Refused
 from runtime.footprint import bytes_per_rank
 from runtime.inspection import inspect_model
 from runtime.mesh import Mesh
@@ -150,12 +149,3 @@ def test_a_plain_file_is_rounded_as_it_is_loaded(family):
     facts = [inspect_model(f"random:{family}", quant=quant) for quant in ("none", "fp8")]
     plain, rounded = (bytes_per_rank(each, dtype="fp32", tensor=1) for each in facts)
     assert rounded < 0.8 * plain
-
-
-def test_a_scale_for_each_row_is_refused(files, tmp_path):
-    tensors = in_eight_bits(original_weights(), "marked")
-    tensors["blocks.0.ffn.0.weight_scale"] = torch.ones(256, 1)
-    path = tmp_path / "rows.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    with pytest.raises(Refused, match=r"blocks\.0\.ffn\.0\.weight is scaled by \(256, 1\) numbers"):
-        inspect_model(str(path))

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from runtime.errors import Refused
+from runtime.families import FAMILIES
 from runtime.inspection import inspect_model
 from runtime.tiny_shapes.export import to_comfy_transformer
 
@@ -61,6 +62,26 @@ def test_other_models_of_an_all_in_one_checkpoint_are_left_alone(tmp_path, model
     assert set(facts.sources[0].names) == set(model.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("blocks.0.self_attn.q.bias", "blocks.0.attn1.to_q.bias"),
+        ("model.diffusion_model.blocks.0.self_attn.q.bias", "blocks.0.self_attn.q.bias"),
+        ("model.diffusion_model.blocks.0.self_attn.q.bias", "blocks.0.attn1.to_q.bias"),
+        ("model.diffusion_model.blocks.0.self_attn.q.bias", "diffusion_model.blocks.0.self_attn.q.bias"),
+    ],
+)
+def test_a_tensor_that_is_there_under_two_names_is_refused_with_both(tmp_path, original, first, second):
+    prefix = first.removesuffix("blocks.0.self_attn.q.bias")
+    tensors = {f"{prefix}{name}": tensor for name, tensor in original.items()} | {second: torch.zeros(256)}
+    with pytest.raises(Refused) as refusal:
+        inspect_model(saved(tmp_path / "twice.safetensors", tensors))
+    said = [
+        f"twice.safetensors has {one} and {other}, which are one" for one, other in ((first, second), (second, first))
+    ]
+    assert any(words in str(refusal.value) for words in said), str(refusal.value)
+
+
 def test_a_diffusers_folder_gives_its_parts(tmp_path, model):
     model.save_pretrained(tmp_path / "transformer", max_shard_size="5MB")
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
@@ -82,6 +103,11 @@ def header(length: int, content: bytes, data: bytes = b"") -> bytes:
     return struct.pack("<Q", length) + content + data
 
 
+TWICE = b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16],"shape":[4]}}'
+SHARED = (
+    b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[12,24]},"b":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},'
+    b'"c":{"dtype":"F32","shape":[0],"data_offsets":[8,8]}}'
+)
 ENTRY = b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
 
 
@@ -104,6 +130,9 @@ ENTRY = b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
         (header(len(ENTRY), ENTRY.replace(b"F32", b"F00"), b"\0" * 16), "damaged"),
         (header(len(ENTRY) + 1, ENTRY.replace(b"F32", b"BOOL"), b"\0" * 16), "damaged"),
         (header(len(ENTRY) + 2, ENTRY.replace(b'"F32"', b'["F32"]'), b"\0" * 16), "damaged"),
+        (header(2 * len(ENTRY) - 1, ENTRY[:-1] + b"," + ENTRY[1:], b"\0" * 16), "header has 'a' more than once"),
+        (header(len(TWICE), TWICE, b"\0" * 16), "header has 'shape' more than once"),
+        (header(len(SHARED), SHARED, b"\0" * 24), "tensors 'b' and 'a' share bytes"),
         (header(len(ENTRY), ENTRY, b"\0" * 16), "no architecture that is available"),
         (header(2, b"{}"), "no tensors"),
     ],
@@ -195,6 +224,27 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr("runtime.inspection.read_header", locked)
     with pytest.raises(Refused, match=r"model.safetensors cannot be read .*Permission denied.*: let this user read it"):
         inspect_model(str(tmp_path / "model.safetensors"))
+
+
+def test_a_folder_of_two_models_is_refused_with_what_each_file_says(tmp_path, model):
+    def refusal() -> str:
+        with pytest.raises(Refused) as raised:
+            inspect_model(str(tmp_path))
+        return str(raised.value)
+
+    model.save_pretrained(tmp_path / "transformer")
+    index, config = tmp_path / "model_index.json", tmp_path / "transformer" / "config.json"
+    index.write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    assert (
+        f"{index} says that this is a FluxPipeline, but {config} says WanTransformer3DModel, which is Wan" in refusal()
+    )
+    part = ["diffusers", "FluxTransformer2DModel"]
+    index.write_text(json.dumps({"_class_name": "WanPipeline", "transformer": part}))
+    assert "says that the transformer is a FluxTransformer2DModel, but " in refusal()
+    index.write_text(json.dumps({"_class_name": "FluxPipeline", "transformer": part}))
+    flux = {**FAMILIES["flux"].tiny, "_class_name": "FluxTransformer2DModel"}
+    config.write_text(json.dumps(flux))
+    assert "says FluxTransformer2DModel, but the weights lack" in refusal() and "they are those of Wan" in refusal()
 
 
 def test_pickled_weights_in_a_folder_are_not_opened(tmp_path, model):

@@ -290,7 +290,7 @@ def test_the_published_sizes_follow_from_the_shapes(kind):
         ("t5xxl", {"encoder.final_layer_norm.weight": None}, "lacks encoder.final_layer_norm.weight"),
         ("clip_l", {"text_model.encoder.layers.0.mlp.fc2.bias": torch.zeros(7)}, r"is \(7,\) and should be \(64,\)"),
         ("qwen3_4b", {"model.layers.0.mlp.gate_proj.weight": None}, "refuses it .KeyError: 'layers.0.mlp.gate_proj"),
-        ("qwen3_4b", {"model.norm.weight": torch.zeros(32, dtype=torch.uint8)}, "model.norm.weight is U8.*fp16 or fp8 file"),
+        ("qwen3_4b", {"model.norm.weight": torch.zeros(32, dtype=torch.uint8)}, "model.norm.weight is U8.*bf16 or fp8 file"),
         ("qwen25_7b", {"model.of.another": torch.zeros(1)}, "has unknown of.another"),
     ],
 )  # fmt: skip

@@ -117,7 +117,19 @@ def test_scaled_weights_mean_codes_times_scale(tensors, model, pieces, tmp_path,
         ({"decoder.final_layer_norm.weight": torch.zeros(7)}, "has unknown decoder"),
         (
             {"encoder.block.0.layer.0.SelfAttention.q.weight_scale": torch.ones(64)},
-            r"is \(64,\), but a weight is scaled by one",
+            r"SelfAttention\.q\.weight_scale scales a weight in 8 bits, but that is F32",
+        ),
+        (
+            {"encoder.block.0.layer.0.SelfAttention.q.comfy_quant": torch.tensor([*b'{"format":"nvfp4"}']).byte()},
+            r"SelfAttention\.q is marked as nvfp4, which is not available",
+        ),
+        (
+            {"encoder.block.0.layer.0.SelfAttention.q.weight": torch.ones(64, 64, dtype=torch.int32)},
+            r"SelfAttention\.q\.weight is I32\)",
+        ),
+        (
+            {"model.encoder.final_layer_norm.weight": torch.zeros(64)},
+            r"has encoder\.final_layer_norm\.weight and model\.encoder\.final_layer_norm\.weight, which are one",
         ),
     ],
 )

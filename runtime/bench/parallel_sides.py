@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 
 from ..checkpoint import random_tensors
 from ..families.flux import FLUX
-from ..inspection import WEIGHTS
 from ..mesh import Mesh
 from ..parallel.shares import even_lengths
 from ..pipeline import Pipeline
@@ -28,6 +27,7 @@ from ..prediction import pack
 from ..progress import ignore_progress
 from ..protocol import Conditioning, Sample
 from ..settings import ModelSettings, SampleSettings
+from ..weight_files import WEIGHTS
 from .diffusers_parallel import share_tokens
 from .sent_bytes import SentBytes
 from .sides import resident_bytes, tell

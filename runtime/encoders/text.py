@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from ..configuration import load_folder
 from ..errors import Refused
 from ..families.texts import JOINED_WIDTH
-from ..inspection import read_json
+from ..json_file import read_json
 from ..lora.apply import Loras
 from ..progress import ReportProgress
 from ..protocol import Conditioning

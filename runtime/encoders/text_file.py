@@ -5,9 +5,8 @@ Its configuration follows from the shapes. Weights in 8 bits are turned into num
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,13 +21,13 @@ from ..facts import Source
 from ..layouts import LEAVES, WITHOUT_USE
 from ..linear import local_part
 from ..reading import WeightFile, mapped_safetensors
+from ..safetensors_header import TensorEntry
 from ..stored import WEIGHT_SCALE
 from ..text_files import KINDS, OUTER, EncoderFile, TextPart
+from ..weight_formats import check_eight_bit, check_formats
 from .kinds import CLASSES, fill_tables
 from .text_split import split_encoder
 from .tokens import Tokenizer
-
-READABLE = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 
 
 def load_encoder(file: EncoderFile, *, dtype: torch.dtype, group: dist.ProcessGroup | None) -> nn.Module:
@@ -41,6 +40,7 @@ def load_encoder(file: EncoderFile, *, dtype: torch.dtype, group: dist.ProcessGr
     scales = _scales(file)
     weights = _weights(file, own)
     _check(file, model, own, weights, scales)
+    _check_numbers(file, weights, kind.words)
     if group is not None and kind.cut is not None:
         split_encoder(model, kind.cut(model.config), words=kind.words, group=group)
     try:
@@ -118,23 +118,25 @@ def _check(
             raise Refused(
                 f"{file.path} is damaged: {stored} is {entry.shape} and should be {tuple(tensor.shape)}. Download it again"
             )
-        if entry.dtype not in READABLE:
-            raise Refused(
-                f"{file.path} is quantised ({stored} is {entry.dtype}), which is not read: use the fp16 or fp8 file"
-            )
 
 
 def _scales(file: EncoderFile) -> dict[str, tuple[Path, str]]:
     """Where the number is that an 8-bit weight is multiplied by, by the name of that."""
-    found = {}
-    for name, (path, stored, entry) in file.tensors.items():
-        if _is_scale(name):
-            if math.prod(entry.shape) != 1:
-                raise Refused(
-                    f"{file.path}: {stored} is {entry.shape}, but a weight is scaled by one number: use the fp16 or fp8 file"
-                )
-            found[f"{name.rpartition('.')[0]}.weight"] = (path, stored)
-    return found
+    return {
+        f"{name.rpartition('.')[0]}.weight": (path, stored)
+        for name, (path, stored, _) in file.tensors.items()
+        if _is_scale(name)
+    }
+
+
+def _check_numbers(file: EncoderFile, weights: Mapping[str, tuple[Path, str]], words: Iterable[str]) -> None:
+    """Raise `Refused` for weights in formats that are not read. Tables of `words` may be in 8 bits without a scale."""
+    headers: dict[Path, dict[str, TensorEntry]] = {}
+    for path, stored, entry in file.tensors.values():
+        headers.setdefault(path, {})[stored] = entry
+    tables = {file.tensors[f"{name}.weight"][1] for name in words if f"{name}.weight" in file.tensors}
+    check_eight_bit(headers, unscaled={name.removesuffix(".weight") for name in tables})
+    check_formats(file.path, {stored: headers[path][stored].dtype for path, stored in weights.values()})
 
 
 def _is_scale(name: str) -> bool:

@@ -13,7 +13,7 @@ from ..configuration import building, load_folder
 from ..errors import Refused
 from ..families.spec import FamilySpec
 from ..file_names import SAFETENSORS, check_file_name
-from ..inspection import read_json
+from ..json_file import read_json
 from ..safetensors_header import read_header
 from .vae_names import VaeFile, vae_file_of, vae_part
 
