@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+import torch
+import torch.distributed as dist
+
 from .errors import Cancelled, Refused
 from .mesh import Mesh
 from .parallel.collectives import all_gather_bytes
@@ -13,15 +16,20 @@ GO_ON, STOP, FAIL = range(3)
 
 def agree(mesh: Mesh, *, stop: bool, failure: Exception | None = None) -> None:
     """Raise `Cancelled` on every rank when one of them stops, and what one of them met as `Refused`. All call it together."""
-    found = mesh.largest(FAIL if failure else STOP if stop else GO_ON)
+    agree_in(mesh.control, stop=stop, failure=failure)
+
+
+def agree_in(group: dist.ProcessGroup | None, *, stop: bool, failure: Exception | None = None) -> None:
+    """The same for the ranks of a group; None for this one alone."""
+    found = torch.tensor([FAIL if failure else STOP if stop else GO_ON])
+    if group is not None:
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     if found == FAIL:
-        raise Refused(_first_told(mesh, "" if failure is None else str(failure))) from failure
+        raise Refused(_first_told(group, "" if failure is None else str(failure))) from failure
     if found == STOP:
         raise Cancelled
 
 
-def _first_told(mesh: Mesh, text: str) -> str:
-    told = (
-        [text] if mesh.control is None else map(json.loads, all_gather_bytes(json.dumps(text).encode(), mesh.control))
-    )
+def _first_told(group: dist.ProcessGroup | None, text: str) -> str:
+    told = [text] if group is None else map(json.loads, all_gather_bytes(json.dumps(text).encode(), group))
     return next(filter(None, told))

@@ -61,6 +61,14 @@ class BlockRunner:
         failure, self._failure = self._failure, None
         return failure
 
+    def forget(self) -> None:
+        """Let go of what was fetched ahead, and of what could not be read: the run that it was for has ended, and what a later
+        one finds may be something else.
+        """
+        self._failure = None
+        for number in list(self._taken):
+            self._give_up(number)
+
     def expect(self, blocks: Iterable[nn.Module]) -> None:
         """Say which blocks run from here on, in their order; nothing else is fetched until told anew. Whoever decides after
         the first block of a step whether the others run expects these and the first, or the first of the next step alone.

@@ -124,8 +124,9 @@ def fill_transformer(
     progress: ReportProgress,
     streamed: Streamed = Streamed(),
     group: dist.ProcessGroup | None = None,
-) -> None:
-    """Give the model its tensors: on `device`, in `dtype` but for what its family keeps in float32.
+) -> bool:
+    """Give the model its tensors: on `device`, in `dtype` but for what its family keeps in float32. Whether some stay in
+    the files, which are read from for as long as the model is used.
 
     Of a layer that is cut over ranks, this rank's part alone is read. On a CPU a tensor that has the right dtype and is
     not cut stays where it is in the file, and ranks share its pages; what else is in host memory lies there once for all
@@ -156,6 +157,7 @@ def fill_transformer(
     for name, tensor in model.named_parameters():
         if tensor.is_meta and not name.startswith(absent):
             raise RuntimeError(f"{name} of {facts.spec.transformer_class} was left without a value")
+    return bool(mapped or absent)
 
 
 def _share_host_copy(model: nn.Module, mapped: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:

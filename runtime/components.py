@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .agreement import agree, agree_in
 from .encoders.remembered import RememberedPrompts
 from .encoders.reporting import GroupProgress
 from .encoders.rows import Rows
@@ -18,6 +19,7 @@ from .encoders.text_loras import for_text
 from .encoders.vae import Autoencoder
 from .encoders.vae_files import load_autoencoder
 from .inspection import ModelFacts
+from .loaded_files import LoadedFiles
 from .mesh import Mesh
 from .message import Conditioning
 from .parts import text_parts_of, vae_of
@@ -45,6 +47,7 @@ class Components:
         self.autoencoder: Autoencoder | None = None
         self._settings, self._facts, self._family, self._mesh = settings, facts, facts.spec, mesh
         self._prompts = prompts or RememberedPrompts(0)
+        self._files: dict[str, LoadedFiles] = {}
 
     def encode_text(
         self, text: str, *, loras: Iterable[LoraSettings] = (), progress: ReportProgress
@@ -52,6 +55,7 @@ class Components:
         """The conditioning of a prompt with the parts of these LoRAs that are for the encoder, told of in notices; None on
         every rank but the first. Raises `Refused` without a text encoder.
         """
+        self._drop_changed()
         chosen = for_text(loras)
         # on every rank, so that all refuse alike and stay
         parts = text_parts_of(self._settings, self._facts)
@@ -59,12 +63,12 @@ class Components:
             return None
         report = GroupProgress(progress, self._mesh.group("tensor"))
 
-        files = tuple(_file_states(*(place for part in parts for place in part.places)))
-        encoder = (files, self._family.texts, self._text_device.type, chosen)
+        files = LoadedFiles.of(place for part in parts for place in part.places)
+        encoder = (files.states, self._family.texts, self._text_device.type, chosen)
         remembered = self._prompts.get(encoder, text)
         if self._first_has(remembered):
             return remembered
-        with self._text_encoder_of(parts, report) as model:
+        with self._text_encoder_of(parts, files, report) as model, self._unchanged(files, chosen):
             for line in model.use_loras(chosen):
                 report(LOADING, 1, 1, notice=line if self._mesh.rank == 0 else "")
             conditioning = model.encode(text, progress=report)
@@ -87,20 +91,37 @@ class Components:
 
     @contextmanager
     def vae(self, progress: ReportProgress) -> Iterator[Autoencoder]:
-        """The VAE, for one use. Raises `Refused` when there is none."""
+        """The VAE, for one use. Raises `Refused` when there is none, or when it has changed meanwhile."""
+        self._drop_changed()
         if self.autoencoder is None:
-            self.autoencoder = self._load_autoencoder(progress)
+            path = vae_of(self._settings, self._facts)
+            self._files["vae"] = LoadedFiles.of([path])
+            self.autoencoder = self._load_autoencoder(path, progress)
         try:
             yield self.autoencoder
+            agree(self._mesh, stop=False, failure=self._files["vae"].check_read())
         finally:
             if self._settings.memory.vae_device == "on-demand":
                 let_go(self.autoencoder.model)
                 self.autoencoder = None
 
+    def _drop_changed(self) -> None:
+        """Let go of the parts when the files of one are no longer those that it was read from; all ranks call it together."""
+        changed = [files.changed for files in self._files.values()]
+        if not self._mesh.largest(any(changed)):
+            return
+        for part in filter(None, (self.text_encoder, self.autoencoder)):
+            let_go(part.model)
+        self.text_encoder = self.autoencoder = None
+        self._files.clear()
+
     @contextmanager
-    def _text_encoder_of(self, parts: tuple[TextPart, ...], report: GroupProgress) -> Iterator[TextEncoder]:
+    def _text_encoder_of(
+        self, parts: tuple[TextPart, ...], files: LoadedFiles, report: GroupProgress
+    ) -> Iterator[TextEncoder]:
         if self.text_encoder is None:
             report(LOADING, 0, 1)
+            self._files["text encoder"] = files
             self.text_encoder = self._load_text_encoder(parts)
         try:
             yield self.text_encoder
@@ -112,6 +133,14 @@ class Components:
     @property
     def _text_device(self) -> torch.device:
         return HOST if self._settings.memory.text_encoder_device == "cpu" else self._mesh.device
+
+    @contextmanager
+    def _unchanged(self, files: LoadedFiles, loras: Iterable[LoraSettings]) -> Iterator[None]:
+        """Raise `Refused`, on each of the ranks that share the encoder, where a file is not what it was before its use."""
+        others = LoadedFiles.of(lora.path for lora in loras)
+        yield
+        failure = files.check_read() or others.check_read()
+        agree_in(self._mesh.group("tensor"), stop=False, failure=failure)
 
     def _load_text_encoder(self, parts: tuple[TextPart, ...]) -> TextEncoder:
         from .encoders.text import TextEncoder  # transformers: not before it is needed
@@ -125,16 +154,8 @@ class Components:
             group=self._mesh.group("tensor"),
         )
 
-    def _load_autoencoder(self, progress: ReportProgress) -> Autoencoder:
-        path = vae_of(self._settings, self._facts)
+    def _load_autoencoder(self, path: Path, progress: ReportProgress) -> Autoencoder:
         progress(LOADING, 0, 1)
         model, rows = load_autoencoder(path, self._family), Rows(self._mesh.group(*AXES))
         device = HOST if self._settings.memory.vae_device == "cpu" else self._mesh.device
         return Autoencoder(model, form=self._family.latent, rows=rows, device=device)
-
-
-def _file_states(*places: Path) -> Iterator[tuple[str, int, int]]:
-    """Path, size and time of some files, and of every file in some folders: what changes when one of them is replaced."""
-    for path in sorted({path for place in places for path in ([place] if place.is_file() else place.iterdir())}):
-        state = path.stat()
-        yield str(path), state.st_size, state.st_mtime_ns

@@ -41,6 +41,15 @@ class Spread(Message):
     parallel: ParallelSettings
 
 
+class Keep(Message):
+    """Of what a rank has loaded these are kept: the first rank, without which none of it can be used, has no others. For ranks
+    that the job does not run on.
+    """
+
+    kind: Literal["keep"] = "keep"
+    models: tuple[ModelSettings, ...] = ()
+
+
 class Shutdown(Message):
     """End the sidecar and its ranks."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .channel import Bell, Frames, Listener, encode, parse, references
 from .errors import ProtocolError
-from .jobs import Job, are_alike, death, failed, status_of
+from .jobs import Job, are_alike, death, failed, files_of, status_of
 from .plan import Plan
 from .pool import Mappings
 from .protocol import (
@@ -19,6 +19,7 @@ from .protocol import (
     Event,
     Failed,
     Finished,
+    Keep,
     Memory,
     Notice,
     Progress,
@@ -79,6 +80,7 @@ class Executor:
     def begin(self, job: Job) -> None:
         """Start a job; the ranks are started first, or replaced, where its plan asks for others than there are."""
         self.job = job
+        job.files = files_of(job.request.model)
         try:
             plan = self._plan_for(job.request)
         except (ValueError, OSError) as error:
@@ -113,7 +115,7 @@ class Executor:
         if rank and isinstance(event, Ready):
             self._joined(rank, event)
         elif rank and isinstance(event, Memory):
-            rank.memory = event
+            self._remember(rank, event)
         elif rank and job and getattr(event, "job", "") == job.name:
             self._note(job, rank.settings.rank, event, frames)
         else:
@@ -194,6 +196,12 @@ class Executor:
         return any(model.weights == held.model.weights for rank in first for held in rank.memory.models)
 
     # Ranks
+
+    def _remember(self, rank: Rank, memory: Memory) -> None:
+        """What a rank has loaded. Those that have no part in the job keep what the first has too, and nothing else."""
+        rank.memory = memory
+        if rank is self._ranks.all[0]:
+            self._to(self._ranks.idle, encode(Keep(models=tuple(held.model for held in memory.models)))[0])
 
     def _start(self, plan: Plan) -> None:
         self.stop()

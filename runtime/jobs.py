@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import dataclass, field
 
 from .channel import Frames
+from .loaded_files import LoadedFiles
 from .plan import Plan
 from .protocol import EncodeText, Failed, Progress, Work
 from .ranks import Rank
+from .settings import ModelSettings
 
-KILL_HINT = ", as the system does when memory runs out"
+HINTS = {
+    "SIGKILL": ", as the system does when memory runs out",
+    "SIGBUS": ", as the system does when a file that is in use is cut short, or its disk fails",
+}
+"""What it may mean that a process was ended by a signal."""
 
 
 @dataclass
@@ -26,11 +34,20 @@ class Job:
     through: set[int] = field(default_factory=set)
     failures: list[Failed] = field(default_factory=list)
     deadline: float | None = None
+    files: LoadedFiles = field(default_factory=LoadedFiles)
+    """Those of the model, as they were when the job began."""
 
     @property
     def name(self) -> str:
         """The job's name on the wire."""
         return self.request.job
+
+
+def files_of(model: ModelSettings) -> LoadedFiles:
+    """The files that a model is read from, as they are now."""
+    parts = (model.text_encoder, model.text_encoder_2, model.text_encoder_3, model.vae)
+    named = (model.model, model.model_low_noise, *parts, *(lora.path for lora in model.loras))
+    return LoadedFiles.of(path for path in named if os.path.isabs(path))
 
 
 def failed(job: Job, message: str, *, user_error: bool = False, rank: int | None = None) -> Failed:
@@ -50,6 +67,8 @@ def death(job: Job, rank: Rank) -> Failed:
     """That the process of a rank has ended."""
     what = "ended; the next prompt starts new ranks" if job.sent else "did not start"
     message = f"the process of this rank on {rank.settings.device} {what} ({status_of(rank)})"
+    if changed := job.files.changed:
+        message += f". {changed}"
     lines = "\n".join(rank.last_lines)
     return failed(job, f"{message}. Its last lines:\n{lines}" if lines else message, rank=rank.settings.rank)
 
@@ -57,7 +76,8 @@ def death(job: Job, rank: Rank) -> Failed:
 def status_of(rank: Rank) -> str:
     if (status := rank.exit_status) is None or status >= 0:
         return f"exit status {status}"
-    return f"killed by signal {-status}{KILL_HINT if status == -9 else ''}"
+    name = signal.Signals(-status).name if -status in {*signal.Signals} else ""
+    return f"killed by signal {-status}{HINTS.get(name, '')}"
 
 
 def are_alike(job: Job, plan: Plan) -> bool:

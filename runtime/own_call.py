@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from .errors import Refused
-from .pipeline import SAMPLING
 from .progress import ReportProgress
 from .prompt_text import text_of
 from .protocol import Conditioning, Sample
 from .settings import SampleSettings
+from .steps import SAMPLING
 from .without_spec import OwnPipeline
 
 NEEDED = ("prompt", "num_inference_steps", "generator", "height", "width", "output_type")

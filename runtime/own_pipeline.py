@@ -20,13 +20,15 @@ from transformers.utils.logging import disable_progress_bar
 from .configuration import NONSENSE
 from .encoders.vae import DECODING
 from .errors import Refused
+from .loaded_files import LoadedFiles
 from .mesh import Mesh
 from .own_call import Taken, Way, arguments_of, check_latent, check_request
-from .pipeline import SAMPLING, dtype_of
+from .pipeline import dtype_of
 from .progress import ReportProgress
 from .prompt_text import as_conditioning
 from .protocol import LOADING, Conditioning, Sample
 from .settings import LoraSettings, ModelSettings
+from .steps import SAMPLING
 from .weighing import Bytes, weigh
 from .without_spec import OwnPipeline, check_alone, pipeline_without_spec
 
@@ -34,8 +36,11 @@ from .without_spec import OwnPipeline, check_alone, pipeline_without_spec
 class DiffusersPipeline:
     """A pipeline of diffusers' own, whose last step, decoding, is a request of its own here."""
 
-    def __init__(self, pipeline: Any, found: OwnPipeline, way: Way, *, device: torch.device) -> None:
+    def __init__(
+        self, pipeline: Any, found: OwnPipeline, way: Way, *, files: LoadedFiles, device: torch.device
+    ) -> None:
         self._pipeline, self._found, self._way, self._device = pipeline, found, way, device
+        self._files = files
         self._vae = pipeline.vae.float()  # as ours are: some overflow in fp16
         pipeline.vae = TakesLatent(self._vae)
 
@@ -53,6 +58,7 @@ class DiffusersPipeline:
         found = pipeline_without_spec(settings.model)
         check_alone(found, settings)
         kind, way = _class_of(found)
+        files = LoadedFiles.of([found.path])
         diffusers_log.set_verbosity_error()  # its warnings quote prompts
         diffusers_log.disable_progress_bar()
         disable_progress_bar()
@@ -67,13 +73,20 @@ class DiffusersPipeline:
                 f"{found.path} cannot be loaded by diffusers' {found.kind} ({reason}): download it again"
             ) from error
         pipeline.set_progress_bar_config(disable=True)
+        if failure := files.check_read():
+            raise failure
         progress(LOADING, found.nbytes, found.nbytes)
-        return cls(pipeline.to(mesh.device), found, way, device=mesh.device)
+        return cls(pipeline.to(mesh.device), found, way, files=files, device=mesh.device)
 
     @property
     def held(self) -> Bytes:
         """What the weights of all its parts take."""
         return weigh([self._vae, *(part for part in self._pipeline.components.values() if isinstance(part, nn.Module))])
+
+    @property
+    def changed(self) -> str:
+        """Which of its files are no longer what they were when they were read, in words; empty for none."""
+        return self._files.changed
 
     def use_loras(self, loras: Iterable[LoraSettings]) -> tuple[str, ...]:
         """Raises `Refused` for any."""
@@ -96,6 +109,7 @@ class DiffusersPipeline:
         check_request(request, self._found)
         taken = Taken.by(self._pipeline, self._vae, request)
         arguments = arguments_of(request, taken, self._way)
+        progress = self._watched(progress)
         if request.preview != "none":
             progress(SAMPLING, 0, 1, notice=f"no previews: {self._found.kind} shows its latent in no known colours")
         progress(SAMPLING, 0, request.settings.steps)
@@ -109,6 +123,7 @@ class DiffusersPipeline:
     @torch.inference_mode()
     def decode(self, latent: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor:
         """`(B, C, H, W)` or `(B, C, F, H, W)` -> `(B * F, H, W, 3)` float32 in 0..1 on the CPU."""
+        progress = self._watched(progress)
         progress(DECODING, 0, 1)
         try:
             pictures = self._vae.decode(latent.float().to(self._device), return_dict=False)[0]
@@ -121,6 +136,16 @@ class DiffusersPipeline:
         progress(DECODING, 1, 1)
         pictures = ((pictures.float() + 1.0) / 2.0).clamp_(0.0, 1.0).movedim(1, -1).cpu()
         return pictures.flatten(0, -4)
+
+    def _watched(self, progress: ReportProgress) -> ReportProgress:
+        """The same, where a call ends with an error once a file has been written to that the model runs from."""
+
+        def report(*step: Any, **others: Any) -> None:
+            if self._device.type == "cpu" and (failure := self._files.check()):
+                raise failure
+            progress(*step, **others)
+
+        return report
 
     def encode(self, pixels: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor:
         """Raises `Refused`: such a pipeline begins from noise alone."""

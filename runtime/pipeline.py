@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from .agreement import agree
 from .blocks import BlockRunner
 from .casting import take_exact_timestep, take_model_dtype
 from .checkpoint import build_transformer, fill_transformer
@@ -20,16 +21,18 @@ from .guidance import Denoiser, Entry
 from .inspection import ModelFacts
 from .kernels import Kernels
 from .linear import hold_hooks, swap_linears
+from .loaded_files import LoadedFiles
 from .lora.apply import Loras
 from .lora.experts import use_on
 from .lora.names import LayerNames
+from .lora.stamps import stamped
 from .mesh import Mesh
 from .offload.host_copy import sharing
 from .parts import check_offload, check_parts
 from .picture_tokens import read_pictures
 from .prediction import ByNoise, Predictor, check_positions
-from .previews import Draw, previewer
-from .progress import ReportProgress, tell_failure
+from .previews import previewer
+from .progress import ReportProgress
 from .protocol import Conditioning, Sample
 from .quant.kernels import usable_kernels
 from .regions import pair_areas, resolve_region
@@ -49,10 +52,10 @@ from .sampling import (
 )
 from .sequence import Sequence, split_tokens
 from .settings import LoraSettings, ModelSettings
+from .steps import SAMPLING, StepReporter
 from .streaming import choose_streamed, stream_weights
 from .weighing import Bytes, weigh
 
-SAMPLING = "sampling"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -65,6 +68,10 @@ class Expert(NamedTuple):
     held: Bytes
     """What its weights take, wherever they are, and the slots that streamed ones come into."""
     runner: BlockRunner | None
+    files: LoadedFiles
+    """Where it was read from."""
+    reads_files: bool
+    """Whether it still does, as it runs."""
 
 
 class Pipeline:
@@ -131,19 +138,30 @@ class Pipeline:
         experts = (expert.held + expert.loras.held for expert in self.experts)
         return sum(experts, weigh(self._components.modules))
 
-    def use_loras(self, loras: Iterable[LoraSettings]) -> tuple[str, ...]:
-        """Sample with these and no others from now on, without loading the model again; a line to tell of each.
+    @property
+    def changed(self) -> str:
+        """Which files of the transformers are no longer what they were when they were read, in words; empty for none."""
+        return next((words for expert in self.experts if (words := expert.files.changed)), "")
+
+    def use_loras(self, loras: Collection[LoraSettings]) -> tuple[str, ...]:
+        """Sample with these and no others from now on, without loading the model again; a line to tell of each. All ranks
+        call it together.
 
         Raises `Refused` when one of them cannot be used; then nothing has changed.
         """
-        return use_on([expert.loras for expert in self.experts], loras)
+        files = LoadedFiles.of(lora.path for lora in loras)
+        told = use_on([expert.loras for expert in self.experts], stamped(loras, files, mesh=self._mesh))
+        if files.states:
+            agree(self._mesh, stop=False, failure=files.check_read())
+        return told
 
     def encode_text(
-        self, text: str, *, progress: ReportProgress, loras: Iterable[LoraSettings] = ()
+        self, text: str, *, progress: ReportProgress, loras: Collection[LoraSettings] = ()
     ) -> Conditioning | None:
         """The conditioning of a prompt, by an encoder with the parts of these LoRAs that are for it; None on every rank but
         the first. Raises `Refused` without a text encoder.
         """
+        loras = stamped(loras, LoadedFiles.of(lora.path for lora in loras), mesh=self._mesh)
         return self._components.encode_text(text, loras=loras, progress=progress)
 
     @torch.inference_mode()
@@ -158,21 +176,21 @@ class Pipeline:
         noise = noise_of(request, latent).to(self._mesh.device)
         latent = to_model_space(latent.to(self._mesh.device), mean=form.mean, std=form.std)
         mask = None if request.noise_mask is None else fit_noise_mask(request.noise_mask, noise.shape).to(noise)
-        reporter = self._step_reporter(request, progress)
-        x = run_sampler(
-            self._denoiser(request, noise, mask, table),
-            noise,
-            latent,
-            sigmas,
-            table=table,
-            sampler_name=request.settings.sampler_name,
-            seed=request.settings.seed,
-            cpu_noise_offset=request.cpu_noise_offset,
-            mask=mask,
-            keep_clean=bool(family.levels),
-            progress=reporter,
-            check=reporter.check,
-        )
+        with self._step_reporter(request, progress) as reporter:
+            x = run_sampler(
+                self._denoiser(request, noise, mask, table),
+                noise,
+                latent,
+                sigmas,
+                table=table,
+                sampler_name=request.settings.sampler_name,
+                seed=request.settings.seed,
+                cpu_noise_offset=request.cpu_noise_offset,
+                mask=mask,
+                keep_clean=bool(family.levels),
+                progress=reporter,
+                check=reporter.check,
+            )
         return from_model_space(x, mean=form.mean, std=form.std).cpu()
 
     def decode(self, latent: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor | None:
@@ -221,14 +239,15 @@ class Pipeline:
 
     def _step_reporter(self, request: Sample, progress: ReportProgress) -> StepReporter:
         runners = [expert.runner for expert in self.experts if expert.runner is not None]
+        files = [expert.files for expert in self.experts if expert.reads_files]
         if self._mesh.rank != 0:
-            return StepReporter(progress, draw=None, runners=runners)
+            return StepReporter(progress, draw=None, runners=runners, files=files)
         place = {"decoders": request.preview_decoders, "device": self._mesh.device}
         draw, notice = previewer(request.preview, self._family.latent, **place)
         lines = (notice, self._kernels and str(self._kernels), *self._reader.without_effect(request.branches))
         for line in filter(None, lines):
             progress(SAMPLING, 0, 1, notice=line, together=False)
-        return StepReporter(progress, draw=draw, runners=runners)
+        return StepReporter(progress, draw=draw, runners=runners, files=files)
 
 
 def _load_expert(
@@ -241,6 +260,7 @@ def _load_expert(
     progress: ReportProgress,
 ) -> Expert:
     """Everything that changes a transformer, in this order."""
+    files = LoadedFiles.of(source.path for source in facts.sources)
     transformer, shapes = build_transformer(facts)
     stored = facts.stored if kernels is None else {name: kernels.of(each) for name, each in facts.stored.items()}
     swap_linears(transformer, facts.spec.tensor, head_dim=facts.head_dim, group=mesh.group("tensor"), stored=stored)
@@ -249,7 +269,7 @@ def _load_expert(
     held = {"shapes": shapes, "dtype": dtype_of(settings, mesh), "device": mesh.device}
     streamed = choose_streamed(transformer, facts, settings.memory, mesh=mesh, **held)
     copies = sharing(mesh.group("data", "cfg", "ring", "ulysses"))
-    fill_transformer(transformer, facts, streamed=streamed, progress=progress, group=copies, **held)
+    reads = fill_transformer(transformer, facts, streamed=streamed, progress=progress, group=copies, **held)
     release_memory()  # what reading has worked with
     take_model_dtype(transformer, facts.spec.in_model_dtype, dtype=held["dtype"])
     if facts.spec.rounded_timestep and held["dtype"] != torch.float32:
@@ -262,33 +282,8 @@ def _load_expert(
     runner = stream_weights(transformer, facts, streamed, settings.memory, mesh=mesh, **held)
     loras = Loras(transformer, partial(LayerNames, facts.spec), group=copies, **held)
     slots = 0 if runner is None else runner.slot_bytes
-    return Expert(transformer, facts, loras, filled + Bytes.on(mesh.device, slots), runner)
-
-
-class StepReporter:
-    """The steps of a sampler as progress of the job, each with a preview where there is something to draw it. Weights that
-    could not be read end it there.
-    """
-
-    def __init__(self, progress: ReportProgress, *, draw: Draw | None, runners: Iterable[BlockRunner] = ()) -> None:
-        self._progress, self._draw, self._runners = progress, draw, tuple(runners)
-        self._step, self._total = 0, 1
-
-    def __call__(self, step: int, total: int, denoised: torch.Tensor) -> None:
-        self._step, self._total = step, total
-        self._check_weights()
-        preview = None if self._draw is None else self._draw(denoised)
-        self._progress(SAMPLING, step, total, preview=preview)
-
-    def check(self) -> None:
-        """Stand at the step last told, between two model calls of it; the job may be cancelled here too."""
-        self._check_weights()
-        self._progress(SAMPLING, self._step, self._total)
-
-    def _check_weights(self) -> None:
-        for failure in [runner.take_failure() for runner in self._runners]:
-            if failure is not None:
-                tell_failure(self._progress, SAMPLING, self._step, self._total, failure=failure)
+    agree(mesh, stop=False, failure=files.check_read())
+    return Expert(transformer, facts, loras, filled + Bytes.on(mesh.device, slots), runner, files, reads)
 
 
 def dtype_of(settings: ModelSettings, mesh: Mesh) -> torch.dtype:

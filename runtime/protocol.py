@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, TypeAdapter, model_validator
 
-from .controls import Cancel, Free, Job, Shutdown, Spread, Status
+from .controls import Cancel, Free, Job, Keep, Shutdown, Spread, Status
 from .message import ITEM_BYTES as ITEM_BYTES  # for the nodes, which import from here alone
 from .message import Conditioning, Message, Tensor
 from .reports import HeldModel as HeldModel
@@ -126,7 +126,7 @@ class EncodePixels(Work):
     pixels: Tensor
 
 
-Request = Union[Hello, EncodeText, Sample, Decode, EncodePixels, Cancel, Status, Free, Spread, Shutdown]
+Request = Union[Hello, EncodeText, Sample, Decode, EncodePixels, Cancel, Status, Free, Spread, Keep, Shutdown]
 
 
 # Events: rank -> server -> node ------------------------------------------------------------------------------------

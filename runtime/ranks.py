@@ -146,6 +146,11 @@ class Ranks:
         return self.all[: self.plan.world]
 
     @property
+    def idle(self) -> list[Rank]:
+        """The others."""
+        return self.all[self.plan.world :]
+
+    @property
     def ready(self) -> int:
         """How many have joined."""
         return sum(rank.ready for rank in self.all)

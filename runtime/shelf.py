@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ log = logging.getLogger("outrigger")
 class Shelf:
     """Loaded pipelines by what they were loaded for, the one used last at the end, of one of `world` ranks.
 
-    The ranks of a mesh ask for the same models in the same order, and agree on how many make room. The first rank may have
-    others too, that it runs alone.
+    The ranks of a mesh ask for the same models in the same order, and agree on how many make room of those that all of them
+    have. The first rank may have others too, that it runs alone; what it lets go of meanwhile, the others do by `keep`.
     """
 
     def __init__(self, keep: KeepSettings, *, world: int, device: torch.device) -> None:
@@ -36,13 +37,19 @@ class Shelf:
 
     def take(self, model: ModelSettings, *, mesh: Mesh) -> Any | None:
         """The pipeline of a model, which becomes the one used last; None when it is not loaded on every rank of the mesh, who
-        call it together.
+        call it together, or when one of its files has changed since.
         """
-        if mesh.largest(model not in self._pipelines):
-            self._pipelines.pop(model, None)
+        if mesh.largest(model not in self._pipelines or self._is_stale(model)):
+            self._drop({model} & self._pipelines.keys())
             return None
         self._pipelines.move_to_end(model)
         return self._pipelines[model]
+
+    def _is_stale(self, model: ModelSettings) -> bool:
+        changed = self._pipelines[model].changed
+        if changed:
+            log.info("%s: what was loaded of it is not used again", changed)
+        return bool(changed)
 
     def put(self, model: ModelSettings, pipeline: Any) -> None:
         """Keep a pipeline, as the one used last."""
@@ -53,14 +60,27 @@ class Shelf:
         return {model: pipeline.held for model, pipeline in self._pipelines.items()}
 
     def make_room(self, needed: Bytes, *, mesh: Mesh) -> None:
-        """Let go of the models used longest ago until what is needed fits in beside the others, on every rank of the mesh, who
+        """Let go of models whose files have changed, and of those used longest ago until what is needed fits in beside the others, on every rank of the mesh, who
         call it together.
         """
-        count = mesh.largest(self._too_many(needed))
-        for _ in range(min(count, len(self._pipelines))):
-            model = next(iter(self._pipelines))
+        stale = [model for model in self._pipelines if self._is_stale(model)]
+        for model in stale:
+            self._pipelines.move_to_end(model, last=False)
+        models = list(self._pipelines)
+        going = models[: max(len(stale), self._too_many(needed))]
+        shared = mesh.largest(sum(map(_is_shared, going)))
+        while sum(map(_is_shared, going)) < shared and len(going) < len(models):
+            going.append(models[len(going)])
+        self._drop(going)
+
+    def keep(self, models: Collection[ModelSettings]) -> None:
+        """Let go of all others: the first rank, without which none can be used, has these."""
+        self._drop([model for model in self._pipelines if model not in models])
+
+    def _drop(self, models: Iterable[ModelSettings]) -> None:
+        for model in models:
             del self._pipelines[model]  # no name may be left that holds it when memory is released
-            log.info("%s makes room", model.model)
+            log.info("%s is let go of", model.model)
         release_memory()
 
     def _too_many(self, needed: Bytes) -> int:
@@ -78,3 +98,8 @@ class Shelf:
         free_host = free_bytes(HOST) + held.host * self._world
         limit_host = limit_of(self._keep.host, free=free_host) // self._world
         return Bytes(limit_of(self._keep.device, free=free_device), limit_host)
+
+
+def _is_shared(model: ModelSettings) -> bool:
+    """Whether all ranks have it: what the first runs alone has no degree over 1."""
+    return model.parallel.product > 1

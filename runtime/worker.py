@@ -18,7 +18,6 @@ import torch
 import zmq
 from pydantic import ValidationError
 
-from .agreement import agree
 from .channel import Connection, Frames, decode, encode, parse, problems_of
 from .encoders.remembered import RememberedPrompts
 from .errors import Cancelled
@@ -38,9 +37,9 @@ from .protocol import (
     Failed,
     Finished,
     HeldModel,
+    Keep,
     Memory,
     Notice,
-    Progress,
     Ready,
     Sample,
     Sampled,
@@ -52,55 +51,12 @@ from .protocol import (
 )
 from .rank_settings import RankSettings
 from .release import release_memory
+from .reporter import Reporter
 from .settings import ModelSettings, ParallelSettings
 from .shelf import Shelf
-
-MANY_STEPS = 100
-PROGRESS_SECONDS = 0.05
-"""A stage of more than `MANY_STEPS` steps is told of no more often than so, but for its first and last and previews."""
+from .weighing import Bytes
 
 log = logging.getLogger("outrigger")
-
-
-class Reporter:
-    """The `ReportProgress` of one job: tells the node how far it is, and has the ranks agree on a cancel."""
-
-    def __init__(self, worker: Worker, job: str) -> None:
-        self.stage, self.step = "", None
-        self._worker, self._job = worker, job
-        self._sent_stage, self._sent_step, self._sent_at = "", -1, 0.0
-
-    def __call__(
-        self,
-        stage: str,
-        step: int,
-        total: int,
-        *,
-        preview: torch.Tensor | None = None,
-        notice: str = "",
-        together: bool = True,
-        failure: Exception | None = None,
-    ) -> None:
-        """Report a point where the job may be cancelled. Raises as `agree`."""
-        self.stage, self.step = stage, step
-        first_rank = self._worker.settings.rank == 0
-        if first_rank and (preview is not None or self._is_due(stage, step, total)):
-            self._sent_stage, self._sent_step, self._sent_at = stage, step, time.monotonic()
-            self._worker.send(Progress(job=self._job, stage=stage, step=step, total=total, preview=preview))
-        if notice:
-            self._worker.send(Notice(job=self._job, text=notice[:4096]))
-        stop = first_rank and self._worker.cancel_came(self._job)
-        if together:
-            agree(self._worker.mesh, stop=stop, failure=failure)
-        elif stop:
-            raise Cancelled
-
-    def _is_due(self, stage: str, step: int, total: int) -> bool:
-        if (stage, step) == (self._sent_stage, self._sent_step):
-            return False
-        if total <= MANY_STEPS or step >= total or stage != self._sent_stage:
-            return True
-        return time.monotonic() - self._sent_at >= PROGRESS_SECONDS
 
 
 class Worker:
@@ -131,6 +87,9 @@ class Worker:
                     self._do(request, frames)
                 case Spread():
                     self._stand_in(request.parallel)
+                case Keep(models=models):
+                    self._shelf.keep(models)
+                    self._tell_memory()
                 case Shutdown():
                     return
                 case _:
@@ -203,10 +162,15 @@ class Worker:
         here = self._here(model)
         pipeline = self._shelf.take(here, mesh=self.mesh)
         if pipeline is None:
-            make_room = partial(self._shelf.make_room, mesh=self.mesh)
-            pipeline = self._load(here, mesh=self.mesh, progress=report, prompts=self._prompts, make_room=make_room)
+            place = {"mesh": self.mesh, "prompts": self._prompts, "make_room": self._make_room}
+            pipeline = self._load(here, progress=report, **place)
             self._shelf.put(here, pipeline)
         return pipeline
+
+    def _make_room(self, needed: Bytes) -> None:
+        """Let go of what has to, here and, as the server then tells them, on ranks that have no part in the job."""
+        self._shelf.make_room(needed, mesh=self.mesh)
+        self._tell_memory()
 
     def _here(self, model: ModelSettings) -> ModelSettings:
         """What is loaded for these settings, and how it is spread: by this process's plan."""

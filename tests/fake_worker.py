@@ -4,6 +4,7 @@ The model's name says how it behaves: `fake?step=0.05&raise=1&at=2` takes 0.05 s
 """
 
 import os
+import signal
 import sys
 import time
 from urllib.parse import parse_qsl
@@ -33,6 +34,8 @@ class FakePipeline:
             raise Refused(f"{settings.model} is not a model: choose another")
         print("loaded in", os.getpid(), flush=True)
         return cls(behaviour, mesh)
+
+    changed = ""
 
     @property
     def held(self):
@@ -82,6 +85,9 @@ class FakePipeline:
         if self.behaviour.get("exit") == str(self.mesh.rank):
             print("about to end", flush=True)
             os._exit(7)
+        if self.behaviour.get("signal") == str(self.mesh.rank):
+            os.kill(os.getpid(), signal.SIGBUS)
+            time.sleep(60)
 
     @property
     def first(self):

@@ -47,10 +47,12 @@ COMPUTE = (
     "encoders",
     "components",
     "room",
+    "steps",
     "pipeline",
     "shelf",
 )
 FACTS = (
+    "loaded_files",
     "families",
     "safetensors_header",
     "file_names",

@@ -250,16 +250,6 @@ def test_an_alpha_of_0_adds_nothing_and_is_told_of(tmp_path):
     )
 
 
-def test_a_file_written_anew_is_read_anew_where_its_stamp_says_so(tmp_path):
-    pipeline, path = load(), tmp_path / "lora.safetensors"
-    latents = []
-    for seed, stamp in ((1, "a"), (2, "a"), (2, "b")):
-        lora = write(path, kohya(LAYERS, Draw(seed))).model_copy(update={"stamp": stamp})
-        pipeline.use_loras([lora])
-        latents.append(latent(pipeline))
-    assert torch.equal(latents[0], latents[1]) and relative_error(latents[2], latents[0]) > 1e-2
-
-
 def test_what_only_scales_and_the_biases_of_pairs_are_told_of(tmp_path):
     unread = {
         "diffusion_model.blocks.0.attn1.to_q.lora_B.bias": torch.zeros(128),

@@ -211,6 +211,16 @@ def test_a_block_that_fails_gives_its_slot_back():
     assert model.run(0, 1, 2)
 
 
+def test_what_was_fetched_ahead_for_a_run_that_has_ended_is_fetched_anew():
+    model = Steps(3, prefetch=1)
+    assert model.run(0, 1, 2)
+    model.runner.forget()
+    assert model.run(0, 1, 2)
+    model.runner.forget()
+    model.runner._filler._thread.shutdown(wait=True)
+    assert model.filled == [0, 1, 2, 0] * 2
+
+
 def test_weights_that_cannot_be_read_fail_the_block_that_needs_them():
     model = Steps(3, prefetch=1)
 

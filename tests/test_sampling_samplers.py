@@ -156,6 +156,7 @@ def test_cancel_is_possible_between_any_two_model_calls(sampler_name):
 
     run(sampler_name, denoise=denoise, progress=progress, check=lambda: events.append("check"))
     assert all("call" not in pair or set(pair) != {"call"} for pair in pairwise(events)), events
+    assert events[-1] != "call", events  # what went wrong in the last call is told of as well
     for last in range(1, min(8, events.count("call"))):
         calls, points = [], []
 

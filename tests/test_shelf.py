@@ -19,8 +19,8 @@ from tests.ranks import run_as_threads
 MIB = 1 << 20
 
 
-def model(name: str) -> ModelSettings:
-    return ModelSettings(model=name)
+def model(name: str, ranks: int = 1) -> ModelSettings:
+    return ModelSettings(model=name, parallel=ParallelSettings(devices=f"cpu:{ranks}", cfg=ranks))
 
 
 def shelf_of(keep: KeepSettings, mesh: Mesh = Mesh.single()) -> Shelf:
@@ -31,7 +31,7 @@ def put(shelf: Shelf, name: str, size: int, *, device: int = 0, mesh: Mesh = Mes
     """Load a model of so many MiB, as a pipeline would."""
     held = Bytes(device=device * MIB, host=size * MIB)
     shelf.make_room(held, mesh=mesh)
-    shelf.put(model(name), SimpleNamespace(held=held))
+    shelf.put(model(name, mesh.world), SimpleNamespace(held=held, changed=""))
 
 
 def names(shelf: Shelf) -> str:
@@ -109,9 +109,54 @@ def test_a_model_that_one_rank_let_go_of_while_it_ran_alone_is_loaded_on_all_aga
             put(shelf, name, 20, mesh=mesh)
         if mesh.rank == 0:
             put(shelf, "c", 20)
-        return shelf.take(model("a"), mesh=mesh) is None, names(shelf)
+        return shelf.take(model("a", 2), mesh=mesh) is None, names(shelf)
 
     assert run_as_threads({"cfg": 2}, work) == [(True, "bc"), (True, "b")]
+
+
+def test_a_model_whose_file_has_changed_for_one_rank_is_loaded_on_all_again():
+    def work(mesh: Mesh) -> tuple[bool, str]:
+        shelf = shelf_of(KeepSettings(host="100MB"), mesh)
+        for name in "ab":
+            put(shelf, name, 20, mesh=mesh)
+        assert shelf.take(model("a", 2), mesh=mesh) is not None
+        shelf._pipelines[model("a", 2)].changed = "a has been written to" if mesh.rank else ""
+        return shelf.take(model("a", 2), mesh=mesh) is None, names(shelf)
+
+    assert run_as_threads({"cfg": 2}, work) == [(True, "b")] * 2
+
+
+def test_a_model_whose_file_has_changed_is_gone_with_the_next_that_is_loaded():
+    shelf = shelf_of(KeepSettings(host="100MB"))
+    for name in "ab":
+        put(shelf, name, 20)
+    shelf._pipelines[model("a")].changed = "a has been replaced by another file"
+    put(shelf, "c", 20)
+    assert names(shelf) == "bc"
+
+
+def test_ranks_let_go_of_the_same_models_where_the_first_has_others_too():
+    """The first has loaded c alone and used it last but longest ago of what is to go; a needs no more room on the others."""
+
+    def work(mesh: Mesh) -> str:
+        shelf = shelf_of(KeepSettings(host="100MB"), mesh)
+        if mesh.rank == 0:
+            put(shelf, "c", 10)
+        for name in "ab":
+            put(shelf, name, 15, mesh=mesh)
+        put(shelf, "d", 12, mesh=mesh)
+        put(shelf, "e", 20, mesh=mesh)
+        return names(shelf)
+
+    assert run_as_threads({"cfg": 2}, work) == ["bde", "bde"]
+
+
+def test_others_keep_what_the_first_rank_has():
+    shelf = shelf_of(KeepSettings(host="100MB"))
+    for name in "abc":
+        put(shelf, name, 20)
+    shelf.keep([model("c"), model("a"), model("z")])
+    assert names(shelf) == "ac"
 
 
 def test_loras_and_plan_are_not_part_of_what_is_loaded_and_the_rest_is():

@@ -15,7 +15,7 @@ import torch
 from runtime.channel import Connection, encode, parse
 from runtime.errors import SidecarError
 from runtime.protocol import Decode, EncodeText, Failed, Hello, Status, Welcome, event_from
-from runtime.settings import ModelSettings, ParallelSettings
+from runtime.settings import LoraSettings, ModelSettings, ParallelSettings
 from tests.sidecars import fake_sidecar, family_of, never, rank_pids, run, sample, steps_of, still_there
 
 
@@ -92,6 +92,23 @@ def test_memory_that_runs_out_is_marked_as_such(sidecar):
 def test_a_rank_that_ends_itself_is_reported_with_its_last_lines(sidecar):
     error, _ = failure_of(sidecar, sample("fake?exit=1", ranks=2))
     assert error.rank == 1 and "exit status 7" in str(error) and "about to end" in str(error)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGBUS"), reason="there is no such signal here")
+def test_a_rank_whose_file_is_cut_short_is_reported_with_the_name_of_the_file(sidecar, tmp_path):
+    lora = tmp_path / "style.safetensors"
+    lora.write_bytes(bytes(100))
+    request = sample("fake?signal=1&step=0.3", ranks=2)
+    loras = (LoraSettings(path=str(lora)),)
+    request = request.model_copy(update={"model": request.model.model_copy(update={"loras": loras})})
+    with pytest.raises(
+        SidecarError, match=f"signal {signal.SIGBUS:d}, as .* a file that is in use is cut short"
+    ) as caught:
+        for event in sidecar.call(request, interrupted=never):
+            if steps_of([event]) == [1]:
+                os.truncate(lora, 40)
+    assert f"{lora} has been written to (it had 100 bytes and has 40)" in str(caught.value) and caught.value.rank == 1
+    assert steps_of(run(sidecar, sample(ranks=2))) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("model", ["fake?raise=all", "fake?file=bad"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..loaded_files import FileState
 from ..safetensors_header import TensorEntry, read_header
 
 DTYPES = {
@@ -27,8 +28,9 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, entries: Mapping[str, TensorEntry] | None = None) -> None:
-        self._entries = read_header(path) if entries is None else entries
         self._file = path.open("rb", buffering=0)
+        self._state = FileState.of(self._file.fileno())
+        self._entries = read_header(path) if entries is None else entries
         self._start = 8 + int.from_bytes(self._file.read(8), "little") if entries is None else 0
 
     def __enter__(self) -> TensorFile:
@@ -46,13 +48,17 @@ class TensorFile:
         return StoredTensor(self, self._entries[name])
 
     def read_into(self, tensor: torch.Tensor, place: int) -> None:
-        """Fill a contiguous tensor from a place within the data. Raises `OSError` when the file ends before."""
+        """Fill a contiguous tensor from a place within the data. Raises `OSError` when the file ends before, or has been
+        written to since it was opened.
+        """
         buffer, place = memoryview(tensor.view(-1).view(torch.uint8).numpy()), self._start + place
         while len(buffer):
             count = self._read(buffer, place)
             if not count:
                 raise OSError(f"{self._file.name} ended while it was read: it has been changed")
             buffer, place = buffer[count:], place + count
+        if FileState.of(self._file.fileno()) != self._state:
+            raise OSError(f"{self._file.name} has been written to since the model was loaded")
 
     def announce(self, place: int, nbytes: int) -> None:
         """Say what is read next, so that the system asks the disk for all of it at once."""

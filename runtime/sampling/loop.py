@@ -35,8 +35,8 @@ def run_sampler(
 
     `sigmas` comes from `schedules.make_sigmas` (on the CPU; with a single one there is no step) and is left as it is.
     `noise` and `latent` lie on the model's device. `seed` and `cpu_noise_offset` are for the samplers that draw noise
-    between steps; see `noise.step_noise`. Between two model calls of one step `check` is called: what it raises ends the
-    sampling. `mask` is 1 where the latent is painted anew and 0 where it is kept; see `inpaint`. With `keep_clean` the
+    between steps; see `noise.step_noise`. Between two model calls of one step, and after the last where no step is told of
+    after it, `check` is called: what it raises ends the sampling. `mask` is 1 where the latent is painted anew and 0 where it is kept; see `inpaint`. With `keep_clean` the
     model sees what is kept without noise.
     """
     sampler, x = SAMPLERS[sampler_name], scale_noise(noise, latent, sigma=sigmas[0])
@@ -54,11 +54,12 @@ def run_sampler(
     knobs = {name: table.percent_to_sigma(percent) for name, percent in sampler.percents.items()}
     watched = _Watched(denoise, progress, check, between)
     x = sampler.loop(watched, x, sigmas, progress=watched.report, noise=between, **knobs)
+    watched.end()
     return unscale_noise(x, sigma=end)
 
 
 class _Watched:
-    """A `denoise` that sees to it that every two model calls have a `progress` or a `check` between them.
+    """A `denoise` that sees to it that every model call has a `progress` or a `check` behind it.
 
     Noise that can be drawn ahead is drawn while the model works, and not beside the sampler's own arithmetic.
     """
@@ -79,6 +80,11 @@ class _Watched:
         """Pass a step on."""
         self._called = False
         self._progress(step, total, denoised)
+
+    def end(self) -> None:
+        """Stand at the end of the last step."""
+        if self._called:
+            self._check()
 
     def _before_call(self) -> None:
         if self._called:

@@ -1,0 +1,60 @@
+"""How a rank tells how far its job is."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from .agreement import agree
+from .errors import Cancelled
+from .protocol import Notice, Progress
+
+if TYPE_CHECKING:
+    from .worker import Worker
+
+MANY_STEPS = 100
+PROGRESS_SECONDS = 0.05
+"""A stage of more than `MANY_STEPS` steps is told of no more often than so, but for its first and last and previews."""
+
+
+class Reporter:
+    """The `ReportProgress` of one job: tells the node how far it is, and has the ranks agree on a cancel."""
+
+    def __init__(self, worker: Worker, job: str) -> None:
+        self.stage, self.step = "", None
+        self._worker, self._job = worker, job
+        self._sent_stage, self._sent_step, self._sent_at = "", -1, 0.0
+
+    def __call__(
+        self,
+        stage: str,
+        step: int,
+        total: int,
+        *,
+        preview: torch.Tensor | None = None,
+        notice: str = "",
+        together: bool = True,
+        failure: Exception | None = None,
+    ) -> None:
+        """Report a point where the job may be cancelled. Raises as `agree`."""
+        self.stage, self.step = stage, step
+        first_rank = self._worker.settings.rank == 0
+        if first_rank and (preview is not None or self._is_due(stage, step, total)):
+            self._sent_stage, self._sent_step, self._sent_at = stage, step, time.monotonic()
+            self._worker.send(Progress(job=self._job, stage=stage, step=step, total=total, preview=preview))
+        if notice:
+            self._worker.send(Notice(job=self._job, text=notice[:4096]))
+        stop = first_rank and self._worker.cancel_came(self._job)
+        if together:
+            agree(self._worker.mesh, stop=stop, failure=failure)
+        elif stop:
+            raise Cancelled
+
+    def _is_due(self, stage: str, step: int, total: int) -> bool:
+        if (stage, step) == (self._sent_stage, self._sent_step):
+            return False
+        if total <= MANY_STEPS or step >= total or stage != self._sent_stage:
+            return True
+        return time.monotonic() - self._sent_at >= PROGRESS_SECONDS
