@@ -164,7 +164,10 @@ class ParallelRMSNorm(nn.Module):
 
 
 class ParallelEmbedding(nn.Module):
-    """An Embedding of whose features each rank of the group has some: put together ("gather"), or left local ("column")."""
+    """An Embedding of whose features each rank of the group has some: put together ("gather"), or left local ("column").
+
+    One whose class multiplies what it finds by a number (Gemma's) does so here.
+    """
 
     def __init__(
         self,
@@ -177,11 +180,14 @@ class ParallelEmbedding(nn.Module):
         self._gathers, self._group = mode == "gather", group
         self._lengths = even_lengths(embedding.embedding_dim, dist.get_world_size(group))
         self._cut = Cut(1, (span(self._lengths, dist.get_rank(group)),))
+        self._scale: float | None = getattr(embedding, "scalar_embed_scale", None)
         self.weight = nn.Parameter(self._cut.take(embedding.weight), requires_grad=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """`(...)` -> `(..., features)`, all or the local ones."""
         output = F.embedding(ids, self.weight)
+        if self._scale is not None:
+            output *= output.new_tensor(self._scale)  # rounded as the class rounds it
         return gather_features(output, lengths=self._lengths, group=self._group) if self._gathers else output
 
     def local_part(self, leaf: str) -> LocalPart | None:

@@ -42,6 +42,15 @@ T5_SPLIT = TensorSplit(
         LinearShard(rf"{T5_LAYER}\.1\.DenseReluDense\.wo", "row"),
     ),
 )
+CLIP_LAYER = r"(text_model\.)?encoder\.layers\.\d+"
+CLIP_SPLIT = TensorSplit(
+    linears=(
+        LinearShard(rf"{CLIP_LAYER}\.self_attn\.([qkv]|out)_proj", "gather"),
+        LinearShard(rf"{CLIP_LAYER}\.mlp\.fc1", "column"),
+        LinearShard(rf"{CLIP_LAYER}\.mlp\.fc2", "row"),
+    ),
+)
+"""Its class takes the width of all heads for that of its attention's output, before transformers 5: they are put together."""
 CLIP_HEAD, CLIP_START, CLIP_END = 64, 49406, 49407
 QWEN_HEAD, QWEN_PADDING, QWEN_THETA, QWEN_EPSILON = 128, 151643, 1e6, 1e-6
 GEMMA_HEAD, GEMMA_THETA, GEMMA_START = 256, 1e4, 2
@@ -61,7 +70,7 @@ class Cut:
 @dataclass(frozen=True)
 class EncoderClass:
     """A class of transformers, its configuration by the shapes in a file, the names of its table of words (several names of
-    one; none for one that stays whole) and where its blocks are. `cut` is None for one that each rank holds whole.
+    one), where its blocks are and how it is cut.
 
     `tokenizer` is what `Tokenizer.from_folder` is told of its tokenizer, and `pieces` what `from_pieces` is.
     """
@@ -70,7 +79,7 @@ class EncoderClass:
     config_from: Callable[[Shapes], Any]
     words: tuple[str, ...]
     blocks: str
-    cut: Callable[[Any], Cut] | None = None
+    cut: Callable[[Any], Cut]
     tokenizer: Mapping[str, Any] = field(default_factory=dict)
     pieces: Mapping[str, int | None] = field(default_factory=dict)
 
@@ -151,6 +160,11 @@ def _cut_t5(config: Any) -> Cut:
     return Cut(T5_SPLIT, config.num_heads, config.d_kv)
 
 
+def _cut_clip(config: Any) -> Cut:
+    """Feature by feature, as no head is local."""
+    return Cut(CLIP_SPLIT, config.hidden_size, 1)
+
+
 def _cut_decoder(config: Any) -> Cut:
     """The queries of a key stay with it."""
     heads = config.num_key_value_heads
@@ -169,6 +183,7 @@ def _cut_decoder(config: Any) -> Cut:
 
 
 T5_WORDS, DECODER_WORDS = ("shared", "encoder.embed_tokens"), ("embed_tokens",)
+CLIP_WORDS = ("embeddings.token_embedding",)
 QWEN_TOKENIZER = {"kind": "Qwen2Tokenizer", "padding": QWEN_PADDING, "ends": False}
 CLASSES: Mapping[str, EncoderClass] = {
     "umt5xxl": EncoderClass(UMT5EncoderModel, partial(_t5, UMT5Config), T5_WORDS, r"encoder\.block", _cut_t5),
@@ -177,15 +192,15 @@ CLASSES: Mapping[str, EncoderClass] = {
         {"kind": "T5TokenizerFast", "padding": 0},
     ),
     "clip_l": EncoderClass(
-        CLIPTextModel, partial(_clip, hidden_act="quick_gelu"), ("embeddings.token_embedding",), r"encoder\.layers",
-        tokenizer={"kind": "CLIPTokenizer", "padding": CLIP_END, "starts": True},
+        CLIPTextModel, partial(_clip, hidden_act="quick_gelu"), CLIP_WORDS, r"encoder\.layers", _cut_clip,
+        {"kind": "CLIPTokenizer", "padding": CLIP_END, "starts": True},
     ),
     "clip_g": EncoderClass(
-        CLIPTextModelWithProjection, partial(_clip, hidden_act="gelu"), ("embeddings.token_embedding",), r"encoder\.layers",
-        tokenizer={"kind": "CLIPTokenizer", "padding": 0, "starts": True},
+        CLIPTextModelWithProjection, partial(_clip, hidden_act="gelu"), CLIP_WORDS, r"encoder\.layers", _cut_clip,
+        {"kind": "CLIPTokenizer", "padding": 0, "starts": True},
     ),
     "gemma2_2b": EncoderClass(
-        Gemma2Model, _gemma2, (), "layers", _cut_decoder, pieces={"start": GEMMA_START, "end": None}
+        Gemma2Model, _gemma2, DECODER_WORDS, "layers", _cut_decoder, pieces={"start": GEMMA_START, "end": None}
     ),
     "qwen3_4b": EncoderClass(
         Qwen3Model, partial(_qwen, Qwen3Config), DECODER_WORDS, "layers", _cut_decoder, QWEN_TOKENIZER

@@ -41,7 +41,7 @@ def load_encoder(file: EncoderFile, *, dtype: torch.dtype, group: dist.ProcessGr
     weights = _weights(file, own)
     _check(file, model, own, weights, scales)
     _check_numbers(file, weights, kind.words)
-    if group is not None and kind.cut is not None:
+    if group is not None:
         split_encoder(model, kind.cut(model.config), words=kind.words, group=group)
     try:
         _fill(model, file, own, weights, scales, dtype)

@@ -63,12 +63,14 @@ def split_encoder(model: nn.Module, cut: Cut, *, words: tuple[str, ...], group: 
             f"CLIP Loader and CLIP Text Encode"
         )
     swap_linears(model, cut.split, head_dim=cut.head_dim, group=group)
-    table = ParallelEmbedding(model.get_submodule(words[0]), mode="gather", group=group) if words else None
+    outer = "text_model." if hasattr(model, "text_model") else ""
+    table = ParallelEmbedding(model.get_submodule(f"{outer}{words[0]}"), mode="gather", group=group)
     for name in words:
-        model.set_submodule(name, table)
+        model.set_submodule(f"{outer}{name}", table)
     for module in list(model.modules()):
         if hasattr(module, "n_heads"):  # T5's attention, which has a bias of places for each head
             module.n_heads = even_lengths(cut.heads, degree)[rank]
+            module.inner_dim = module.n_heads * module.key_value_proj_dim  # read before transformers 5
             if module.has_relative_attention_bias:
                 module.relative_attention_bias = ParallelEmbedding(
                     module.relative_attention_bias, mode="column", group=group
