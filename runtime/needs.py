@@ -52,7 +52,7 @@ class Needs:
         tensor, groups = degrees.get("tensor", 1), heads // self.facts.spec.tensor.together
         if tensor > groups:
             return f"tensor {tensor} is more than the {groups} heads of keys and values of {name}"
-        return self._idle(degrees) or self._cut_group(tensor)
+        return self._idle(degrees) or ("" if tensor == 1 else self._cut_group(tensor))
 
     @property
     def limits(self) -> str:
@@ -86,8 +86,10 @@ class Needs:
         """Why the inputs of the quantised Linears cannot be dealt out; empty when they can."""
         for name, stored in self.facts.stored.items():
             group, shape = shared_features(stored.kind), self.facts.shapes[f"{name}.weight"]
+            if group == 1:
+                continue
             shard = next((shard for shard in self.facts.spec.tensor.linears if re.fullmatch(shard.pattern, name)), None)
-            if tensor == 1 or group == 1 or shard is None or shard.mode != "row":
+            if shard is None or shard.mode != "row":
                 continue
             unit = shape[1] // sum(shard.blocks)
             cuts = (grained_lengths(block * unit, tensor, shard.grain(self.facts.head_dim)) for block in shard.blocks)
@@ -113,6 +115,10 @@ class Needs:
         changed with them would have the model loaded again.
         """
         return not self.memory or self._weights(tensor) <= WEIGHTS_SHARE * self.memory
+
+    def _crowded(self, tensor: int) -> int:
+        """How little room the weights leave: 0 where they fit, 1 where the memory just holds them, 2 where it does not."""
+        return 0 if self.fits(tensor) else 1 + (self._weights(tensor) > self.memory)
 
     def activation_bytes(self, degrees: Degrees) -> int:
         """What a rank works with in a step beside the weights; 0 where that is not known."""
@@ -141,11 +147,11 @@ class Needs:
         """
         listed = (Degrees(*sizes) for sizes in factored(count, [fixed.get(axis, 0) for axis in vars(Degrees())]))
         found = [degrees for degrees in listed if "cfg" in fixed or degrees.cfg <= branches]
-        fits = {tensor: self.fits(tensor) for tensor in {degrees.tensor for degrees in found}}
+        crowded = {tensor: self._crowded(tensor) for tensor in {degrees.tensor for degrees in found}}
 
         def cost(degrees: Degrees) -> tuple:
             uneven = self.facts.heads % (degrees.ulysses * degrees.tensor) > 0
-            weights = not fits[degrees.tensor], degrees.data, degrees.tensor
+            weights = crowded[degrees.tensor], degrees.data, degrees.tensor
             return *weights, -degrees.cfg, uneven, -degrees.ulysses
 
         return sorted((degrees for degrees in found if not self.problem(vars(degrees))), key=cost)

@@ -116,7 +116,7 @@ def make_plan(
 
     A `workload` only rules out degrees that would leave ranks idle: all other requests of one graph have the same plan.
     """
-    holding = Holding(dtype, offload, workload, beside)
+    holding = Holding(dtype, offload, workload and workload.sampled_as(facts.spec.latent), beside)
     problem = _problem(parallel, facts, machine, holding)
     if problem:
         raise PlanRefused(problem, nearest=_nearest(parallel, facts, machine, holding))
@@ -226,7 +226,7 @@ def _nearest(
     parallel: ParallelSettings, facts: ModelFacts, machine: Machine, holding: Holding
 ) -> ParallelSettings | None:
     """Settings with a plan: as near as can be in the number of devices, then in the degrees that were set."""
-    wanted = min(parallel.device_count or parallel.product, MAX_DEGREE)
+    wanted = min(len(_devices(parallel, machine)), MAX_DEGREE)
     usable = _usable_gpus(parallel, machine)
     largest = sorted(range(len(machine.cuda)), key=lambda number: -machine.cuda[number].memory_mib)
     for numbers in (usable, list(range(len(machine.cuda))), largest):

@@ -77,8 +77,8 @@ class ParallelSettings(Settings):
         devices = devices.replace(" ", "")
         if not _DEVICES.fullmatch(devices):
             raise ValueError(f"devices {devices!r} is not one of: auto, cpu:N (such as cpu:2), cuda:0,1")
-        listed = devices.removeprefix("cuda:").split(",")
-        if len(set(listed)) != len(listed):
+        numbers = [int(number) for number in re.findall("[0-9]+", devices)]
+        if len(set(numbers)) != len(numbers):
             raise ValueError(f"devices {devices!r} names a device twice: give each rank its own")
         return devices
 
@@ -86,6 +86,8 @@ class ParallelSettings(Settings):
     def _degrees_fit_devices(self) -> ParallelSettings:
         count, product = self.device_count, self.product
         if count is not None and (count % product if self.open_axes else count != product):
+            if count > MAX_DEGREE:
+                raise ValueError(f"{self.devices} is more than {MAX_DEGREE} ranks: name {MAX_DEGREE} devices at most")
             raise ValueError(
                 f"{self.devices} is {count} device{'s'[: count > 1]}, but {formula(self.set_degrees)} = {product}: "
                 f"choose degrees whose product is {count}, such as ring {count} alone, or set a degree to 0 to have it chosen"

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from .families.spec import LatentFormat
 from .protocol import Sample
 
 
 @dataclass(frozen=True)
 class Workload:
     """One step of sampling: the shape of the `latent`, `(B, C, H, W)` or `(B, C, F, H, W)`, and those of the `references`
-    beside it; the tokens of the longest prompt; and how many branches guidance evaluates.
+    beside it; the tokens of the longest prompt; and how many branches guidance evaluates. `downscale` as in `Sample`.
     """
 
     latent: tuple[int, ...]
     text: int = 0
     branches: int = 1
     references: tuple[tuple[int, ...], ...] = ()
+    downscale: tuple[int | None, int | None] = (None, None)
 
     @classmethod
     def of(cls, request: Sample) -> Workload:
@@ -35,7 +37,18 @@ class Workload:
                 perpendicular=settings.is_perpendicular,
             ),
             references=max((tuple(tuple(each.shape) for each in entry.references) for entry in entries), key=len),
+            downscale=request.downscale,
         )
+
+    def sampled_as(self, form: LatentFormat) -> Workload:
+        """The same in the shape that the latent is sampled in, where that was made for another family: it is empty then."""
+        batch, _, *frames, height, width = self.latent
+        made_for = zip(self.downscale, (form.spatial, form.temporal), strict=True)
+        spatial, temporal = ((other or own) / own for other, own in made_for)
+        sizes = (round(height * spatial), round(width * spatial))
+        if form.dims == 3:
+            sizes = (max(1, round((frames[0] if frames else 1) * temporal)), *sizes)
+        return replace(self, latent=(batch, form.channels, *sizes), downscale=(None, None))
 
     @property
     def batch(self) -> int:

@@ -458,6 +458,8 @@ def test_settings_on_the_sockets_are_short_to_read(pack):
         ({"devices": "cpu:2", "ulysses": 2, "cfg": 2}, r"^cpu:2 is 2 devices, but cfg 2 x ulysses 2 = 4: choose"),
         ({"devices": "gpu"}, "^devices 'gpu' is not one of: auto"),
         ({"devices": "cuda:0,0"}, "names a device twice"),
+        ({"devices": "cuda:1,01"}, "names a device twice"),
+        ({"devices": "cpu:99", "ulysses": 2}, "^cpu:99 is more than 64 ranks: name 64 devices at most$"),
         ({"ulysses": 65}, "^ulysses is 65: set it to 64 or less$"),
         ({"ulysses": "two"}, "^ulysses is 'two'"),
     ],

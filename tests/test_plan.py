@@ -17,6 +17,7 @@ from runtime.machine import CudaDevice, Machine, visible
 from runtime.needs import Needs
 from runtime.plan import PlanRefused, make_plan, plan_model
 from runtime.protocol import Conditioning, Sample
+from runtime.sampling import fit_empty_latent, resize_empty_latent
 from runtime.settings import AXES, LoraSettings, MemorySettings, ModelSettings, ParallelSettings, SampleSettings
 from runtime.workload import Workload
 from tests.lora_files import Draw, kohya
@@ -144,6 +145,13 @@ def test_weights_that_do_not_fit_are_cut(gpus, settings, degrees):
     assert "28.0 GiB" in plan.reason and plan.bytes_per_rank == 2 * most_heads * LARGE.head_dim * DEPTH
 
 
+def test_weights_that_only_a_cut_holds_are_cut_though_little_is_left_beside_them():
+    """14 GiB of 16 on each of two."""
+    machine = Machine(cuda=(CudaDevice("GPU", 16 << 10),) * 2)
+    assert make_plan(ParallelSettings(), LARGE, machine).tensor == 2
+    assert not Needs(LARGE, memory=16 << 30).fits(2)
+
+
 def test_a_plan_says_so_where_one_device_would_be_faster():
     assert "one GPU may be faster" in make_plan(ParallelSettings(), inspect_model("random:wan"), with_gpus(2)).reason
     assert "faster" not in make_plan(ParallelSettings(), LARGE, with_gpus(2)).reason
@@ -238,15 +246,43 @@ def test_a_request_has_the_workload_of_its_parts():
             model=ModelSettings(model="random:wan"),
             latent=torch.zeros(3, 16, 9, 15, 6),
             positive=(prompt(5), prompt(9)),
+            downscale=(8, None),
             **fields,
         )
 
     both = Workload.of(request(settings=SampleSettings(), negative=(prompt(7),)))
-    assert both == Workload(latent=(3, 16, 9, 15, 6), text=9, branches=2)
+    assert both == Workload(latent=(3, 16, 9, 15, 6), text=9, branches=2, downscale=(8, None))
     assert (both.batch, both.tokens((1, 2, 2))) == (3, 9 * 8 * 3)
     assert Workload.of(request(settings=SampleSettings(cfg=1.0), negative=(prompt(7),))).branches == 1
     three = request(settings=SampleSettings(cfg_middle=2.0), negative=(prompt(7),), middle=(prompt(30),))
     assert (Workload.of(three).branches, Workload.of(three).text) == (3, 30)
+
+
+@pytest.mark.parametrize(
+    ("family", "made", "downscale", "sampled"),
+    [
+        ("qwen", (2, 16, 12, 8), (None, None), (2, 16, 1, 12, 8)),
+        ("wan", (1, 4, 12, 8), (8, None), (1, 16, 1, 12, 8)),
+        ("wan2.2-ti2v", (1, 16, 5, 12, 8), (8, 4), (1, 48, 5, 6, 4)),
+        ("flux2", (1, 4, 12, 8), (8, None), (1, 128, 6, 4)),
+        ("ltx", (1, 16, 5, 12, 8), (8, 4), (1, 128, 2, 3, 2)),
+    ],
+)
+def test_an_empty_latent_of_another_family_is_planned_in_the_shape_that_it_is_sampled_in(
+    family, made, downscale, sampled
+):
+    """As the pipeline makes it of the same latent."""
+    facts, load = inspect_model(f"random:{family}"), Workload(made, downscale=downscale)
+    form = facts.spec.latent
+    spatial, temporal = (
+        (other or own) / own for other, own in zip(downscale, (form.spatial, form.temporal), strict=True)
+    )
+    latent = fit_empty_latent(torch.zeros(made), channels=form.channels, dims=form.dims)
+    assert tuple(resize_empty_latent(latent, spatial=spatial, temporal=temporal).shape) == sampled
+    as_it_is, other = (
+        make_plan(ParallelSettings(), facts, with_gpus(1), workload=each) for each in (Workload(sampled), load)
+    )
+    assert as_it_is.activation_bytes == other.activation_bytes > 0
 
 
 def test_what_a_step_works_with_counts_against_the_memory():
