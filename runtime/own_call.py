@@ -22,7 +22,9 @@ NEEDED = ("prompt", "num_inference_steps", "generator", "height", "width", "outp
 PICTURES = ("image", "images", "video", "control_image", "control_video", "mask_image", "image_latents")
 """Arguments of pipelines that work from pictures."""
 BATCHES = ("num_images_per_prompt", "num_videos_per_prompt")
-FRAMES = ("num_frames", "frames")
+FRAMES = ("num_frames", "video_length", "frames")
+CHUNK = "decode_chunk_size"
+"""How many frames are decoded together, of those that do it frame by frame: here all, which comes to one latent."""
 REPORTS = ("callback_on_step_end", "callback")
 """How a pipeline tells of its steps; the second is that of older ones."""
 SPATIAL = ("vae_scale_factor_spatial", "vae_spatial_scale_factor", "vae_spatial_compression_ratio", "vae_scale_factor")
@@ -116,14 +118,19 @@ def _scale(pipeline: Any, names: Sequence[str], default: int = EMPTY_SPATIAL) ->
 
 def check_request(request: Sample, found: OwnPipeline) -> None:
     """Raise `Refused`, with its name, for what a pipeline of diffusers' own does not take from a Sampler."""
-    default = SampleSettings()
-    for name in SampleSettings.model_fields:
-        value, own = getattr(request.settings, name), getattr(default, name)
-        if name not in FREE and value != own:
-            raise Refused(f"{name} {value}: {found.kind} samples with its own scheduler: leave it at {own}")
+    check_settings(request.settings, found)
     for name, title in INPUTS.items():
         if getattr(request, name) is not None and getattr(request, name) != ():
             raise Refused(f"{title}: {found.kind} takes none: remove it, or choose a model with a family of its own")
+
+
+def check_settings(settings: SampleSettings, found: OwnPipeline) -> None:
+    """Raise `Refused` for the first widget that it does not take at this value."""
+    default = SampleSettings()
+    for name in SampleSettings.model_fields:
+        value, own = getattr(settings, name), getattr(default, name)
+        if name not in FREE and value != own:
+            raise Refused(f"{name} {value}: {found.kind} samples with its own scheduler: leave it at {own}")
 
 
 def arguments_of(request: Sample, taken: Taken, way: Way) -> dict[str, Any]:
@@ -150,7 +157,8 @@ def _counts(taken: Taken, way: Way) -> dict[str, int]:
         raise Refused(f"the latent has {taken.batch} items, but {way.kind} makes one at a time: set the batch to 1")
     if taken.frames > 1 and not frames:
         raise Refused(f"the latent has {taken.frames} frames, but {way.kind} makes pictures: connect a latent of one")
-    return {**({batch: taken.batch} if batch else {}), **({frames: taken.frames} if frames else {})}
+    counts = {batch: taken.batch, frames: taken.frames, CHUNK: taken.batch * taken.frames}
+    return {name: count for name, count in counts.items() if name in way.names}
 
 
 def _guidance(request: Sample, embedded: float | None, way: Way) -> dict[str, Any]:
@@ -202,6 +210,8 @@ def _text(entry: Conditioning, what: str) -> str:
 def check_latent(latent: torch.Tensor, taken: Taken, found: OwnPipeline) -> None:
     """Raise `Refused` where a pipeline gave its VAE something else than was asked for: a part of it, or another size."""
     steps = latent.shape[2] if latent.ndim == 5 else 1
+    if latent.ndim == 4 and len(latent) == taken.batch * taken.frames:
+        latent, steps = latent[: taken.batch], taken.steps  # each frame as a picture
     alike = latent.shape[-2] * taken.width == latent.shape[-1] * taken.height
     if latent.ndim not in (4, 5) or len(latent) != taken.batch or steps != taken.steps or not alike:
         raise Refused(

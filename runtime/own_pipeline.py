@@ -32,6 +32,8 @@ from .steps import SAMPLING
 from .weighing import Bytes, weigh
 from .without_spec import OwnPipeline, check_alone, pipeline_without_spec
 
+COLOURS = 3
+
 
 class DiffusersPipeline:
     """A pipeline of diffusers' own, whose last step, decoding, is a request of its own here."""
@@ -57,7 +59,7 @@ class DiffusersPipeline:
         """All parts of the folder, on the device. Raises `Refused` for what cannot be used."""
         found = pipeline_without_spec(settings.model)
         check_alone(found, settings)
-        kind, way = _class_of(found)
+        kind, way = class_of(found)
         files = LoadedFiles.of([found.path])
         diffusers_log.set_verbosity_error()  # its warnings quote prompts
         diffusers_log.disable_progress_bar()
@@ -126,7 +128,7 @@ class DiffusersPipeline:
         progress = self._watched(progress)
         progress(DECODING, 0, 1)
         try:
-            pictures = self._vae.decode(latent.float().to(self._device), return_dict=False)[0]
+            pictures = self._decoded(latent.float().to(self._device))
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -134,7 +136,8 @@ class DiffusersPipeline:
                 f"the latent has shape {tuple(latent.shape)}, which this VAE does not decode ({error})"
             ) from error
         progress(DECODING, 1, 1)
-        pictures = ((pictures.float() + 1.0) / 2.0).clamp_(0.0, 1.0).movedim(1, -1).cpu()
+        colours = 2 if pictures.ndim == 5 and pictures.shape[1] != COLOURS else 1  # a few have them behind the frames
+        pictures = ((pictures.float() + 1.0) / 2.0).clamp_(0.0, 1.0).movedim(colours, -1).cpu()
         return pictures.flatten(0, -4)
 
     def _watched(self, progress: ReportProgress) -> ReportProgress:
@@ -146,6 +149,13 @@ class DiffusersPipeline:
             progress(*step, **others)
 
         return report
+
+    def _decoded(self, latent: torch.Tensor) -> torch.Tensor:
+        try:
+            return self._vae.decode(latent, return_dict=False)[0]
+        except NotImplementedError:
+            self._vae.enable_tiling()  # without tiles, some are not implemented
+            return self._vae.decode(latent, return_dict=False)[0]
 
     def encode(self, pixels: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor:
         """Raises `Refused`: such a pipeline begins from noise alone."""
@@ -176,7 +186,7 @@ class TakesLatent:
         raise LatentTaken(latent)
 
 
-def _class_of(found: OwnPipeline) -> tuple[type, Way]:
+def class_of(found: OwnPipeline) -> tuple[type, Way]:
     """The class, and how it is called. Raises `Refused` where this diffusers has none, or it is called in another way."""
     kind = getattr(diffusers, found.kind, None)
     if not (inspect.isclass(kind) and issubclass(kind, diffusers.DiffusionPipeline)):

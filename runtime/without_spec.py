@@ -132,6 +132,13 @@ def why_alone(found: OwnPipeline) -> str:
     return f"{found.name} has no family here and runs on one rank through diffusers' own {found.kind}"
 
 
+def check_has_family(model: str, needed: str) -> None:
+    """Raise `Refused` for a model without a family, where one is `needed`, in words."""
+    found = pipeline_without_spec(model)
+    if found is not None:
+        raise Refused(f"{why_alone(found)}: {needed}")
+
+
 def plan_alone(found: OwnPipeline, settings: ModelSettings, machine: Machine) -> dict[str, Any]:
     """What its plan of one rank says beside the degrees. Raises `Refused` as `check_alone`, and for a device that is not
     there.

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import Refused
 from ..settings import TINY_SHAPES
 from ..stored import SVDQUANT_INT4, SVDQUANT_NVFP4
+from ..without_spec import check_has_family
 from .flags import add_output_flags
 from .models import find_model
 from .output import check_can_write, show
@@ -86,6 +87,9 @@ def _settings(chosen: argparse.Namespace) -> Any:
     from ..quantize.job import QuantizeSettings
 
     model = find_model(chosen.model)
+    check_has_family(
+        model, "which of its Linears can be in 4 bits is not known: choose a model with a family of its own"
+    )
     facts = inspect_model(model)
     form = facts.spec.latent
     side = (chosen.size or (TINY_SIZE if model == TINY_SHAPES else SIZE)) // form.spatial

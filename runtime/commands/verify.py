@@ -20,6 +20,7 @@ from ..plan import plan_model, plan_work
 from ..protocol import Sample
 from ..settings import ModelSettings
 from ..stored import PLAIN
+from ..without_spec import check_has_family
 from .flags import add_model_flags, add_output_flags, model_settings
 from .models import find_model
 from .output import show
@@ -48,6 +49,7 @@ def run(chosen: argparse.Namespace) -> int:
     one_rank = model.model_copy(update={"parallel": model.parallel.one_rank})
     machine = Machine.here()
     plan = plan_model(model, machine)
+    check_has_family(model.model, "there is no plan to compare with one rank")
     plain = _unquantised(one_rank, chosen.unquantised)
     facts = inspect_model(model.model)
     if plan.cfg > USUAL_BRANCHES:
