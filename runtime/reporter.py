@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
 from .agreement import agree
 from .errors import Cancelled
-from .protocol import Notice, Progress
-
-if TYPE_CHECKING:
-    from .worker import Worker
+from .mesh import Mesh
+from .protocol import Event, Notice, Progress
 
 MANY_STEPS = 100
 PROGRESS_SECONDS = 0.05
@@ -22,9 +20,11 @@ PROGRESS_SECONDS = 0.05
 class Reporter:
     """The `ReportProgress` of one job: tells the node how far it is, and has the ranks agree on a cancel."""
 
-    def __init__(self, worker: Worker, job: str) -> None:
+    def __init__(
+        self, job: str, *, mesh: Mesh, send: Callable[[Event], None], cancel_came: Callable[[str], bool]
+    ) -> None:
         self.stage, self.step = "", None
-        self._worker, self._job = worker, job
+        self._job, self._mesh, self._send, self._cancel_came = job, mesh, send, cancel_came
         self._sent_stage, self._sent_step, self._sent_at = "", -1, 0.0
 
     def __call__(
@@ -40,15 +40,15 @@ class Reporter:
     ) -> None:
         """Report a point where the job may be cancelled. Raises as `agree`."""
         self.stage, self.step = stage, step
-        first_rank = self._worker.settings.rank == 0
+        first_rank = self._mesh.rank == 0
         if first_rank and (preview is not None or self._is_due(stage, step, total)):
             self._sent_stage, self._sent_step, self._sent_at = stage, step, time.monotonic()
-            self._worker.send(Progress(job=self._job, stage=stage, step=step, total=total, preview=preview))
+            self._send(Progress(job=self._job, stage=stage, step=step, total=total, preview=preview))
         if notice:
-            self._worker.send(Notice(job=self._job, text=notice[:4096]))
-        stop = first_rank and self._worker.cancel_came(self._job)
+            self._send(Notice(job=self._job, text=notice[:4096]))
+        stop = first_rank and self._cancel_came(self._job)
         if together:
-            agree(self._worker.mesh, stop=stop, failure=failure)
+            agree(self._mesh, stop=stop, failure=failure)
         elif stop:
             raise Cancelled
 

@@ -121,7 +121,7 @@ class Worker:
 
     def _do(self, request: Work, frames: Frames) -> None:
         """Run one request; whatever goes wrong becomes the event that ends it."""
-        report = Reporter(self, request.job)
+        report = Reporter(request.job, mesh=self.mesh, send=self.send, cancel_came=self.cancel_came)
         try:
             with torch.inference_mode():
                 event = self._result(decode(request, frames, mappings=self._mappings, give_back=False), report)
