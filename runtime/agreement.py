@@ -25,11 +25,12 @@ def agree_in(group: dist.ProcessGroup | None, *, stop: bool, failure: Exception 
     if group is not None:
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     if found == FAIL:
-        raise Refused(_first_told(group, "" if failure is None else str(failure))) from failure
+        raise Refused(first_told(group, "" if failure is None else str(failure))) from failure
     if found == STOP:
         raise Cancelled
 
 
-def _first_told(group: dist.ProcessGroup | None, text: str) -> str:
+def first_told(group: dist.ProcessGroup | None, text: str) -> str:
+    """The first text that a rank of the group has which is not empty, on each of them. All call it together."""
     told = [text] if group is None else map(json.loads, all_gather_bytes(json.dumps(text).encode(), group))
-    return next(filter(None, told))
+    return next(filter(None, told), "")

@@ -18,10 +18,10 @@ from torch import nn
 from .errors import Refused
 from .json_file import read_json
 from .safetensors_header import TensorEntry, read_header
+from .weight_files import Headers, merged, variant_of, weight_files
+from .weight_formats import check_formats
 
 Model = TypeVar("Model", bound=nn.Module)
-Headers = Mapping[Path, Mapping[str, TensorEntry]]
-"""What a file says of its tensors, by name."""
 
 LARGEST = 1 << 20
 """No size or count in a configuration is larger; a table of so many entries still fits in memory."""
@@ -72,38 +72,38 @@ def building(model_class: type, *, where: Path | str) -> Iterator[None]:
 
 
 def empty_model(
-    model_class: type[Model], folder: Path, *, build: Callable[[dict[str, Any]], Model]
+    model_class: type[Model], folder: Path, *, stem: str, build: Callable[[dict[str, Any]], Model]
 ) -> tuple[Model, Headers]:
-    """The model of a folder without its weights, and the headers of the files that hold them.
+    """The model of a folder without its weights, and the headers of the files that hold them (see `weight_files`).
 
     `build` makes it from a configuration. Raises `Refused` when file and configuration are not those of the class.
     """
     where = folder / "config.json"
     config = read_json(where)
-    headers = {file: read_header(file) for file in sorted(folder.glob("*.safetensors"))}
-    if not headers:
-        raise Refused(f"{folder} has no weights: download its .safetensors files")
+    headers = {file: read_header(file) for file in weight_files(folder, stem)}
     check_values(config, model_class, tensors=sum(map(len, headers.values())), where=where)
     with building(model_class, where=where):
         model = build(config)
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        tensors = model.state_dict()
+    merged(headers)
     for file, header in headers.items():
-        _check_shapes(header, shapes, file=file)
+        _check_shapes(header, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, file=file)
+        floats = {name for name, tensor in tensors.items() if tensor.is_floating_point()}
+        check_formats(file, {name: entry.dtype for name, entry in header.items() if name in floats})
     return model, headers
 
 
 def load_folder(
-    model_class: type[Model], folder: Path, *, build: Callable[[dict[str, Any]], Model], **options: Any
+    model_class: type[Model], folder: Path, *, stem: str, build: Callable[[dict[str, Any]], Model], **options: Any
 ) -> Model:
     """The class with the weights of a folder, as its `from_pretrained` gives it with these `options`.
 
     `build` makes it from a configuration alone. Raises `Refused` when file and configuration are not those of the class.
     """
-    empty_model(model_class, folder, build=build)
+    _, headers = empty_model(model_class, folder, stem=stem, build=build)
+    options |= {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
     try:
-        model, report = model_class.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
-        )
+        model, report = model_class.from_pretrained(folder, variant=variant_of(next(iter(headers)), stem), **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise Refused(
             f"{folder} holds no {model_class.__name__} that can be loaded ({error}): download it again"

@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from .configuration import NONSENSE
 from .encoders.vae import DECODING
 from .errors import Refused
+from .finite import Weights, cause_in, not_finite
 from .loaded_files import LoadedFiles
 from .mesh import Mesh
 from .own_call import Taken, Way, arguments_of, check_latent, check_request
@@ -68,6 +69,7 @@ class DiffusersPipeline:
         progress(LOADING, 0, found.nbytes)
         try:
             options = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
+            options["variant"] = found.variant
             pipeline = kind.from_pretrained(found.path, torch_dtype=dtype_of(settings, mesh), **options)
         except (OSError, ImportError, SafetensorError, *NONSENSE) as error:
             reason = f"{type(error).__name__}: {error}"[:300]
@@ -119,8 +121,17 @@ class DiffusersPipeline:
             self._pipeline(**arguments, **self._way.reporting(self._pipeline, progress))
         except LatentTaken as result:
             check_latent(result.latent, taken, self._found)
+            self._check_finite(result.latent)
             return result.latent.float().cpu()
         raise Refused(f"{self._found.kind} did not hand a latent to its VAE: it cannot be run from these nodes")
+
+    def _check_finite(self, latent: torch.Tensor) -> None:
+        if not latent.isfinite().all():
+            parts = {name: part for name, part in self._pipeline.components.items() if isinstance(part, nn.Module)}
+            held = [Weights(f"{self._found.path}/{name}", part) for name, part in parts.items()]
+            raise not_finite(
+                next((cause for each in held if (cause := cause_in(each, dtype=self._pipeline.dtype))), "")
+            )
 
     @torch.inference_mode()
     def decode(self, latent: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor:

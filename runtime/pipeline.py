@@ -17,6 +17,7 @@ from .components import AUTO_DTYPE, Components
 from .conditions import ConditioningReader
 from .encoders.remembered import RememberedPrompts
 from .experts import inspect_settings
+from .finite import Weights, cause_of, check_latent
 from .guidance import Denoiser, Entry
 from .inspection import ModelFacts
 from .kernels import Kernels
@@ -191,7 +192,10 @@ class Pipeline:
                 progress=reporter,
                 check=reporter.check,
             )
-        return from_model_space(x, mean=form.mean, std=form.std).cpu()
+        latent = from_model_space(x, mean=form.mean, std=form.std).cpu()
+        held = [Weights.of(*expert[:2], streamed=expert.runner is not None) for expert in self.experts]
+        check_latent(latent, mesh=self._mesh, cause=partial(cause_of, request, held, dtype=self._dtype))
+        return latent
 
     def decode(self, latent: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor | None:
         """`(B * F, H, W, 3)` float32 in 0..1 on the CPU; None on every rank but the first. Raises `Refused` without a VAE."""

@@ -58,6 +58,12 @@ def all_weight_files(folder: Path, stem: str) -> list[Path]:
     return files if files and not any(_name_of(file, stem) for file in files) else weight_files(folder, stem)
 
 
+def variant_of(file: Path, stem: str) -> str | None:
+    """The variant that a file of weights is of; None for one of none."""
+    name = _name_of(file, stem)
+    return name.variant or None if name else None
+
+
 def merged(headers: Headers) -> dict[str, TensorEntry]:
     """All tensors of some files. Raises `Refused` for one that two of them have."""
     places: dict[str, Path] = {}

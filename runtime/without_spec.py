@@ -20,9 +20,16 @@ from .inspection import RANDOM
 from .json_file import read_json
 from .machine import Machine
 from .model_folder import INDEX
+from .safetensors_header import read_header
 from .settings import TINY_SHAPES, ModelSettings
+from .weight_files import DIFFUSERS, TRANSFORMERS, all_weight_files, variant_of
+from .weight_formats import check_formats
 
-LIBRARIES = ("diffusers", "transformers")
+STEMS: Mapping[str, str] = {"diffusers": DIFFUSERS, "transformers": TRANSFORMERS}
+"""What the libraries whose classes are used call their weights."""
+LIBRARIES = tuple(STEMS)
+FLOATING = (".weight", ".bias")
+"""Tensors that are numbers of a layer, and no tables that it counts with."""
 LOADED_BY = "config.json"
 """How the files end that say which class of a library reads a part."""
 WEIGHTS = "*.safetensors"
@@ -31,11 +38,14 @@ REST = "choose a model with a family of its own for that"
 
 @dataclass(frozen=True)
 class OwnPipeline:
-    """A folder that diffusers' class `kind` runs. `nbytes` is what its weights take in their files."""
+    """A folder that diffusers' class `kind` runs. `nbytes` is what its weights take in their files, and `variant` the one that
+    there is of some of them alone; None where there is none.
+    """
 
     path: Path
     kind: str
     nbytes: int
+    variant: str | None = None
 
     @property
     def name(self) -> str:
@@ -57,8 +67,10 @@ def pipeline_without_spec(model: str) -> OwnPipeline | None:
     if _is_of_a_family(kind, parts):
         return None
     _check_no_programs(path, kind, parts)
-    folders = [path / name for name, (library, _) in parts.items() if library is not None]
-    return OwnPipeline(path, kind, sum(map(_weight_bytes, folders)))
+    stems = {path / name: STEMS[library] for name, (library, _) in parts.items() if library is not None}
+    files = {file: stem for folder, stem in stems.items() for file in _weights(folder, stem)}
+    variant = next((found for file, stem in files.items() if (found := variant_of(file, stem))), None)
+    return OwnPipeline(path, kind, sum(file.stat().st_size for file in files), variant)
 
 
 def _is_of_a_family(kind: Any, parts: Mapping[str, list]) -> bool:
@@ -90,8 +102,10 @@ def _programs(path: Path) -> Iterator[Path]:
     yield from (file for file in path.glob(f"*/*{LOADED_BY}") if "auto_map" in read_json(file))
 
 
-def _weight_bytes(folder: Path) -> int:
-    """What the weights of a part take; 0 for one without. Raises `Refused` for a part that is missing or pickled."""
+def _weights(folder: Path, stem: str) -> list[Path]:
+    """The files with the weights of a part; none for one without. Raises `Refused` for a part that is missing, pickled or no
+    floats.
+    """
     if not folder.is_dir():
         raise Refused(f"{folder} is missing: the model folder is not complete, download it again")
     files = list(folder.glob(WEIGHTS))
@@ -101,7 +115,10 @@ def _weight_bytes(folder: Path) -> int:
             f"{folder} has no .safetensors weights ({pickled[0]} is a pickle, which can run code and is never opened): "
             f"download them"
         )
-    return sum(file.stat().st_size for file in files)
+    files = all_weight_files(folder, stem) if files else []
+    for file in files:
+        check_formats(file, {name: each.dtype for name, each in read_header(file).items() if name.endswith(FLOATING)})
+    return files
 
 
 def check_alone(found: OwnPipeline, settings: ModelSettings) -> None:

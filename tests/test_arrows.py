@@ -43,6 +43,7 @@ COMPUTE = (
     "read_ahead",
     "reading",
     "checkpoint",
+    "finite",
     "sampling",
     "encoders",
     "components",

@@ -11,6 +11,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from runtime.client import Sidecar
 from runtime.errors import Cancelled, Refused
@@ -223,7 +224,7 @@ def renamed(key: str, value) -> Callable[[Path], None]:
             "a.bin is a pickle",
         ),
         (renamed("_class_name", "NoSuchPipeline"), "NoSuchPipeline, which diffusers .* does not have"),
-        (lambda path: (path / "vae/diffusion_pytorch_model.safetensors").write_bytes(b"{}"), "cannot be loaded"),
+        (lambda path: (path / "vae/diffusion_pytorch_model.safetensors").write_bytes(b"{}"), "is not a .safetensors"),
     ],
 )
 def test_a_folder_with_programs_or_pickles_is_refused(folder, tmp_path, damage, named):
@@ -231,6 +232,23 @@ def test_a_folder_with_programs_or_pickles_is_refused(folder, tmp_path, damage, 
     damage(tmp_path / "copy")
     with pytest.raises(Refused, match=named):
         load_pipeline(ModelSettings(model=str(tmp_path / "copy")), mesh=Mesh.single(), progress=ignore_progress)
+
+
+def test_weights_of_a_variant_alone_are_read_and_what_is_not_finite_or_no_float_is_refused(folder, pipeline, tmp_path):
+    def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> DiffusersPipeline:
+        save_file({**tensors, name: change(tensors[name])}, part / "diffusion_pytorch_model.fp16.safetensors")
+        return load_pipeline(ModelSettings(model=str(copy)), mesh=Mesh.single(), progress=ignore_progress)
+
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    part = copy / "transformer"
+    (part / "diffusion_pytorch_model.safetensors").rename(part / "diffusion_pytorch_model.fp16.safetensors")
+    tensors, name = load_file(part / "diffusion_pytorch_model.fp16.safetensors"), "proj_out.weight"
+    expected = pipeline.sample(request(folder), progress=ignore_progress)
+    assert torch.equal(changed(name, torch.clone).sample(request(copy), progress=ignore_progress), expected)
+    with pytest.raises(Refused, match=r"not finite .*proj_out\.weight of .*transformer is so: the file is damaged"):
+        changed(name, lambda tensor: tensor / 0).sample(request(copy), progress=ignore_progress)
+    with pytest.raises(Refused, match=r"proj_out\.weight is I32\)"):
+        changed(name, torch.Tensor.int)
 
 
 def test_the_model_of_a_family_is_none():

@@ -218,5 +218,4 @@ def test_dpm_adaptive_goes_up_again_the_way_it_came_down():
 
 
 def test_dpm_adaptive_ends_where_the_model_gives_no_numbers():
-    with pytest.raises(ValueError, match="dpm_adaptive finds no next step"):
-        run("dpm_adaptive", denoise=lambda x, sigma: x * float("nan"))
+    assert run("dpm_adaptive", denoise=lambda x, sigma: x * float("nan")).isnan().all()

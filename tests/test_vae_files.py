@@ -189,3 +189,35 @@ def test_a_checkpoint_with_a_vae_is_a_model_with_a_vae(model, tmp_path: Path):
     assert set(facts.sources[0].names) == set(shapes)
     save_file(transformer, path)
     assert inspect_model(str(path)).vae is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"decoder.conv_in.weight": torch.int32}, r"decoder\.conv_in\.weight is I32\), and weights are read in"),
+        ({"first_stage_model.decoder.conv_in.bias": None}, r"has vae\.decoder\.conv_in\.bias and first_stage_model"),
+        ({"vae.decoder.conv_out.bias": torch.bool}, r"vae\.decoder\.conv_out\.bias is BOOL\)"),
+        (
+            {"vae.decoder.mid_block.resnets.0.norm1.bias": None},
+            r"has vae\.decoder\.mid.*norm1\.bias and vae\.decoder\.mid",
+        ),
+    ],
+)
+def test_numbers_that_are_no_floats_and_tensors_under_two_names_are_refused(model, tmp_path, change, words):
+    [(name, dtype)] = change.items()
+    prefix = "vae." if name.startswith(("vae.", "first")) else ""
+    tensors = {f"{prefix}{each}": tensor for each, tensor in original(model.state_dict()).items()}
+    tensors[name] = torch.zeros(1) if dtype is None else tensors[name].to(dtype)
+    save_file(tensors, tmp_path / "vae.safetensors")
+    with pytest.raises(Refused, match=words):
+        load_autoencoder(tmp_path / "vae.safetensors", FLUX)
+
+
+def test_a_folder_of_a_variant_alone_is_read_and_one_of_other_numbers_refused(model, tmp_path):
+    model.save_pretrained(tmp_path / "half", variant="fp16")
+    loaded = load_autoencoder(tmp_path / "half", FLUX).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+    whole = {name: tensor.to(torch.int64) for name, tensor in model.state_dict().items()}
+    save_file(whole, tmp_path / "half" / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(Refused, match=r"is I64\), and weights are read in"):
+        load_autoencoder(tmp_path / "half", FLUX)

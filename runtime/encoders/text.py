@@ -23,7 +23,8 @@ from ..lora.apply import Loras
 from ..progress import ReportProgress
 from ..protocol import Conditioning
 from ..settings import LoraSettings
-from ..text_files import TextPart
+from ..text_files import KINDS, TextPart
+from ..weight_files import TRANSFORMERS
 from .kinds import blocks_of
 from .prompt_encoder import Encoded, PromptEncoder
 from .reporting import reporting
@@ -80,18 +81,20 @@ class TextEncoder:
     def encode(self, text: str, *, progress: ReportProgress) -> Conditioning:
         """`(1, L, D)` float32 on the CPU, and what else the family reads of a prompt; L grows with prompts over the usual length.
 
-        Raises `Refused` for a prompt that is too long, `Cancelled` when the job is stopped between two blocks.
+        Raises `Refused` for a prompt that is too long and for what is no longer numbers, on each rank of the group; `Cancelled`
+        when the job is stopped between two blocks.
         """
         prompts = [encoder.read(text) for encoder in self._encoders]
         blocks = [block for kind, model in self.model.items() for block in blocks_of(model, kind)]
         progress(STAGE, 0, len(blocks))
         with self._on_device(), reporting(blocks, partial(progress, STAGE)):
-            return _joined(
-                [
-                    encoder.encode(prompt, self.model[encoder.use.kind], device=self._device)
-                    for encoder, prompt in zip(self._encoders, prompts, strict=True)
-                ]
-            )
+            encoded = [
+                encoder.encode(prompt, self.model[encoder.use.kind], device=self._device)
+                for encoder, prompt in zip(self._encoders, prompts, strict=True)
+            ]
+        for encoder, each in zip(self._encoders, encoded, strict=True):
+            _check_finite(each, KINDS[encoder.use.kind].title)
+        return _joined(encoded)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -101,6 +104,14 @@ class TextEncoder:
         finally:
             if not self._stays:
                 self.model.to("cpu")
+
+
+def _check_finite(encoded: Encoded, title: str) -> None:
+    if not all(tensor.isfinite().all() for tensor in encoded if tensor is not None):
+        raise Refused(
+            f"the text encoder {title} gave numbers that are not finite (nan or inf), a black picture: its file is damaged, or a "
+            f"LoRA on it or the weight of a word is too strong"
+        )
 
 
 def _joined(encoded: Sequence[Encoded]) -> Conditioning:
@@ -144,7 +155,7 @@ def _umt5_of_folder(folder: Path, *, dtype: torch.dtype, group: dist.ProcessGrou
     if group is not None:
         return load_split(folder, build=_without_weights, dtype=dtype, group=group)
     disable_progress_bar()
-    return load_folder(UMT5EncoderModel, folder, build=_without_weights, dtype=dtype)
+    return load_folder(UMT5EncoderModel, folder, stem=TRANSFORMERS, build=_without_weights, dtype=dtype)
 
 
 def _without_weights(config: dict[str, Any]) -> UMT5EncoderModel:

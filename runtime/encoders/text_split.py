@@ -18,6 +18,7 @@ from ..facts import Source
 from ..linear import ParallelEmbedding, local_part, swap_linears
 from ..parallel.shares import even_lengths
 from ..reading import WeightFile
+from ..weight_files import TRANSFORMERS
 from .kinds import CLASSES, Cut
 
 
@@ -34,7 +35,7 @@ def load_split(
     Raises `Refused` when the folder does not hold what it should.
     """
     kind = CLASSES["umt5xxl"]
-    model, headers = empty_model(UMT5EncoderModel, folder, build=build)
+    model, headers = empty_model(UMT5EncoderModel, folder, stem=TRANSFORMERS, build=build)
     known, present = set(model.state_dict()), {name for header in headers.values() for name in header}
     tied = {f"{name}.weight" for name in kind.words}
     lacking = known - present - (tied if tied & present else set())

@@ -85,6 +85,7 @@ class Autoencoder:
             )
         if not latent.numel():
             raise Refused(f"the latent has shape {tuple(latent.shape)}: there is nothing in it")
+        _check_finite(latent, "the latent")
         if self._is_video:
             return latent.unsqueeze(2) if latent.ndim == 4 else latent
         return latent.transpose(1, 2).flatten(0, 1) if latent.ndim == 5 else latent
@@ -93,6 +94,7 @@ class Autoencoder:
         shape, unit = tuple(pixels.shape), self._form.spatial
         if pixels.ndim != 4 or shape[-1] < COLOURS or not len(pixels):
             raise Refused(f"the pictures have shape {shape}, but (pictures, height, width, {COLOURS}) is needed")
+        _check_finite(pixels, "the picture")
         if min(shape[1:3]) < unit:
             raise Refused(
                 f"pictures of {shape[2]} x {shape[1]} are too small for this VAE: {unit} x {unit} is the least"
@@ -101,3 +103,8 @@ class Autoencoder:
             rest = shape[dim] % unit
             pixels = pixels.narrow(dim, rest // 2, shape[dim] - rest)
         return pixels[..., :COLOURS]
+
+
+def _check_finite(tensor: torch.Tensor, what: str) -> None:
+    if not tensor.isfinite().all():
+        raise Refused(f"{what} has numbers that are not finite (nan or inf): look at the node that it comes from")

@@ -13,8 +13,11 @@ from ..configuration import building, load_folder
 from ..errors import Refused
 from ..families.spec import FamilySpec
 from ..file_names import SAFETENSORS, check_file_name
+from ..finite import Weights, first_not_finite
 from ..json_file import read_json
 from ..safetensors_header import read_header
+from ..weight_files import DIFFUSERS, twice
+from ..weight_formats import check_formats
 from .vae_names import VaeFile, vae_file_of, vae_part
 
 LATENT_IN = "decoder.conv_in.weight"
@@ -26,7 +29,12 @@ COUNTED = "num_batches_tracked"
 def load_autoencoder(path: Path, family: FamilySpec) -> nn.Module:
     """The VAE of a family, in float32 on the CPU. Raises `Refused` when the path holds something else."""
     check_autoencoder(path, family)
-    return _from_folder(path, family) if path.is_dir() else _from_file(path, vae_file_of(family))
+    model = _from_folder(path, family) if path.is_dir() else _from_file(path, vae_file_of(family))
+    if name := first_not_finite(Weights(str(path), model)):
+        raise Refused(
+            f"{path}: {name} has numbers that are not finite (nan or inf): the file is damaged, download it again"
+        )
+    return model
 
 
 def check_autoencoder(path: Path, family: FamilySpec) -> None:
@@ -62,13 +70,22 @@ def _check_channels(channels: int | None, path: Path, family: FamilySpec) -> Non
 
 def _from_folder(path: Path, family: FamilySpec) -> nn.Module:
     model_class = getattr(diffusers, family.vae_class)
-    return load_folder(model_class, path, build=model_class.from_config, torch_dtype=torch.float32)
+    return load_folder(model_class, path, stem=DIFFUSERS, build=model_class.from_config, torch_dtype=torch.float32)
 
 
 def _stored_names(path: Path, kind: VaeFile) -> dict[str, str]:
     """The names of a file's tensors by those of the class. Raises `Refused` for a file of another kind."""
-    part = vae_part(read_header(path))
+    header = read_header(path)
+    part = vae_part(header)
+    beside = vae_part(name for name in header if name not in part.values())
     names = {name: part[stored] for name, stored in kind.renamed(part).items()}
+    others = {
+        name: part[stored] for name, stored in kind.renamed(reversed(part)).items()
+    }  # the last of two stays in each
+    others |= {name: beside[stored] for name, stored in kind.renamed(beside).items()}
+    for name in names:
+        if names[name] != others[name]:
+            raise twice(path, names[name], others[name], name)
     for needed in kind.signature:
         if needed not in names:
             raise Refused(f"{path} is no {kind.title} (it lacks {needed}): use a VAE Loader and VAE Decode instead")
@@ -77,6 +94,7 @@ def _stored_names(path: Path, kind: VaeFile) -> dict[str, str]:
 
 def _from_file(path: Path, kind: VaeFile) -> nn.Module:
     header, names = read_header(path), _stored_names(path, kind)
+    check_formats(path, {names[name]: header[names[name]].dtype for name in names if not name.endswith(COUNTED)})
     model_class = getattr(diffusers, kind.model_class)
     with building(model_class, where=path):
         model = model_class(**kind.config_from({name: header[stored].shape for name, stored in names.items()}))

@@ -72,8 +72,8 @@ def dpm_adaptive(denoise: Denoise, x: Tensor, sigmas: Tensor, *, progress: Repor
     """DPM-Solver-23: the step's length follows from the difference between the results of order 2 and 3.
 
     Only the ends of the schedule are used, and it stops at the last sigma above 0. Its steps are as many as it takes: what
-    is reported is the part of the way that the step leads to, in steps of the schedule. Raises `ValueError` for what is not
-    a number, with which it would never arrive.
+    is reported is the part of the way that the step leads to, in steps of the schedule. With what is not a number it would
+    never arrive, so that it ends there.
     """
     time, end = _ends(sigmas)
     start, total, done, smooth = time, len(sigmas) - 1, 1, x
@@ -89,9 +89,7 @@ def dpm_adaptive(denoise: Denoise, x: Tensor, sigmas: Tensor, *, progress: Repor
         allowed = torch.clamp(RELATIVE_TOLERANCE * torch.maximum(low.abs(), smooth.abs()), min=ABSOLUTE_TOLERANCE)
         error = float(torch.linalg.norm((low - high) / allowed) / x.numel() ** 0.5)
         if math.isnan(error):
-            raise ValueError(
-                "dpm_adaptive finds no next step, since the picture is no longer numbers: use another sampler"
-            )
+            return high
         factor = 1 + math.atan((1 / (error + 1e-8)) ** (1 / 3) - 1)
         stride *= factor
         if factor >= ACCEPTED_FROM:
