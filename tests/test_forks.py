@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runtime.bench.load import shared_once
+from runtime.bench.memory_watch import shared_once
 from runtime.forks import Forks, can_fork, kill_group
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux")

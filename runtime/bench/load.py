@@ -6,15 +6,12 @@ where it lies. A load has ended when all ranks have touched every page of every 
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,9 @@ from torch import nn
 from ..mesh import Mesh
 from ..pipeline import Pipeline
 from ..progress import ignore_progress
+from ..release import release_memory
 from ..settings import ModelSettings
+from .memory_watch import MemoryWatch
 from .offload import MIB, Size, write_model
 from .sides import needs_proc, run_forks, tell
 
@@ -37,7 +36,6 @@ ROUNDS = 3
 SIZE = replace(Size(), layers=27)
 """A Wan of 4 GB in float32."""
 PAGE_BYTES = 4096
-SAMPLED_SECONDS = 0.05
 HELD_SECONDS = 2.0
 """How long ranks stay as they are, before and after a load, so that what they take is seen: to look at it takes a while."""
 
@@ -46,24 +44,23 @@ def measure(*, size: Size = SIZE, rounds: int = ROUNDS, held: float = HELD_SECON
     """Medians of seconds, and the most memory that the ranks took together at a time, a page that several map counted once.
 
     `seconds` and `peak_bytes` are those of the plan that has more; `base_bytes` the ranks take without a model (torch and
-    diffusers). Raises `Refused` where there is no /proc.
+    diffusers). Time and memory are measured in runs of their own, since a look at the memory stops the ranks. Raises
+    `Refused` where there is no /proc.
     """
     needs_proc("load")
-    watch = MemoryWatch()
     with tempfile.TemporaryDirectory(prefix="outrigger-bench-") as home:
         file_bytes = write_model(Path(home), size)
-        task = {"folder": home, "rounds": rounds, "held": held}
-        with watch:
-            sides = run_forks(MODULE, [{**task, "rank": rank} for rank in range(RANKS)], began=watch.add)
-    seconds = {plan: statistics.median(end - start for start, end in sides[0][plan]) for plan in PLANS}
-    peaks = {plan: max(watch.most(start, end + held) for start, end in sides[0][plan]) for plan in PLANS}
-    read = statistics.median(sides[0]["read"])
+        timed = _run(home, rounds=rounds, held=0.0)
+        with MemoryWatch() as watch:
+            watched = _run(home, rounds=rounds, held=held, began=watch.add)
+    seconds = {plan: statistics.median(end - start for start, end in timed[plan]) for plan in PLANS}
+    peaks = {plan: max(watch.most(start, end + held) for start, end in watched[plan]) for plan in PLANS}
     return {
         "file_bytes": file_bytes,
         "seconds": max(seconds.values()),
-        "sequential_read_seconds": read,
+        "sequential_read_seconds": statistics.median(timed["read"]),
         "peak_bytes": max(peaks.values()),
-        "base_bytes": watch.most(*sides[0]["base"]),
+        "base_bytes": watch.most(*watched["base"]),
         "plans": {plan: {"seconds": seconds[plan], "peak_bytes": peaks[plan]} for plan in PLANS},
     }
 
@@ -83,6 +80,13 @@ def described(figures: dict[str, Any]) -> str:
             *lines,
         ]
     )
+
+
+def _run(folder: str, *, rounds: int, held: float, began: Callable[[int], None] = lambda pid: None) -> dict[str, Any]:
+    """What the first rank tells of a run."""
+    Path(folder, "store").unlink(missing_ok=True)
+    task = {"folder": folder, "rounds": rounds, "held": held}
+    return run_forks(MODULE, [{**task, "rank": rank} for rank in range(RANKS)], began=began)[0]
 
 
 def _side(task: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +119,7 @@ def _seconds_to_read(folder: Path) -> float:
 def _load(folder: Path, mesh: Mesh, *, held: float) -> tuple[float, float]:
     """When a load began, and when every rank had all its weights in memory, where they stay for a while."""
     settings = ModelSettings(model=str(folder), dtype="fp32")
-    gc.collect()  # what was loaded before
+    release_memory()  # of what was loaded before, as between two models
     dist.barrier()
     began = time.monotonic()
     pipeline = Pipeline.load(settings, mesh=mesh, progress=ignore_progress)
@@ -130,47 +134,6 @@ def _touch(model: nn.Module) -> None:
     """Read a number of each page."""
     for tensor in model.state_dict().values():
         tensor.view(-1)[:: PAGE_BYTES // tensor.itemsize].sum()
-
-
-class MemoryWatch:
-    """What some processes take together, looked at all the while; on Linux one clock is that of all of them."""
-
-    def __init__(self) -> None:
-        self._pids: list[int] = []
-        self._seen: list[tuple[float, int]] = []
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *raised: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def add(self, pid: int) -> None:
-        """Watch this process too."""
-        self._pids.append(pid)
-
-    def most(self, began: float, ended: float) -> int:
-        """The most bytes at a time between two times; 0 where nobody looked."""
-        return max((taken for at, taken in self._seen if began <= at <= ended), default=0)
-
-    def _watch(self) -> None:
-        while not self._ended.wait(SAMPLED_SECONDS):
-            with suppress(OSError, LookupError):  # one that has ended
-                self._seen.append((time.monotonic(), together(self._pids)))
-
-
-def together(pids: Sequence[int]) -> int:
-    """Bytes of some processes, read there and back: while one maps a page that another has, the other's share of it falls."""
-    return sum(shared_once(pid) for pid in (*pids, *reversed(pids))) // 2
-
-
-def shared_once(pid: int) -> int:
-    """Bytes of a process in memory, of a page that several processes map its share alone (Linux: Pss)."""
-    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
-    return int(lines["Pss"].split()[0]) * 1024
 
 
 def main() -> None:
