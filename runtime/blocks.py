@@ -102,6 +102,7 @@ class BlockRunner:
             refused = Refused(f"the weights of a block cannot be read from their file: {error}")
             if not self._others_wait:
                 raise refused from error
+            refused.__cause__ = error  # which tells what memory has to do with it
             self._failure = self._failure or refused
 
     def _following(self, number: int) -> list[int]:

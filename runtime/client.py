@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ import zmq
 
 from .channel import Connection, decode, encode, parse
 from .comparison import Comparison as Comparison  # for the nodes, which take it from here
+from .environment import check_environment
 from .errors import Cancelled, ProtocolError, SidecarError
 from .folders import shared_folder, sweep_all
 from .launch import CLOSE_SECONDS, SERVER, START_SECONDS, Process
@@ -50,11 +52,18 @@ class Sidecar:
         self._pool, self._mappings = Pool(folder, owner="client"), Mappings(folder)
         self._lent: dict[str, list[str]] = {}
         self._turn = threading.Lock()
+        self._caller: int | None = None
+        """The thread whose call is under way."""
+        self._early: deque[Event] = deque()
+        """Events of that call which came while the thread asked for a report."""
         self._said_slow = False
 
     @classmethod
     def start(cls, *, log: Callable[[str], None] | None = None, command: Sequence[str] = SERVER) -> Sidecar:
-        """Start the process and greet it; its lines go to `log`. Raises `SidecarError` with the reason."""
+        """Start the process and greet it; its lines go to `log`. Raises `SidecarError` with the reason, and `ValueError` for
+        an environment variable of ours that has an odd value.
+        """
+        check_environment()
         sweep_all()
         with ExitStack() as undo:
             context: zmq.Context[Any] = zmq.Context()
@@ -76,7 +85,8 @@ class Sidecar:
         """Run a request: yields `Progress` and `Notice` as they come, and the result last.
 
         `interrupted` is asked at least every 100 ms; when it says so the job is cancelled and `Cancelled` raised. Raises
-        `ValueError` for what the user can put right, `SidecarError` for everything else.
+        `ValueError` for what the user can put right, `SidecarError` for everything else, and so for a call in the midst of
+        another one of the same thread.
         """
         with self._my_turn(interrupted):
             yield from self._send(request)
@@ -90,13 +100,17 @@ class Sidecar:
                     self._connection.send(encode(Cancel(job=request.job))[0])
 
     def status(self, model: ModelSettings | None = None) -> Report:
-        """How the sidecar is, and what a model would still take. Raises `SidecarError` when it is gone."""
+        """How the sidecar is, and what a model would still take; also in the midst of a call of this thread. Raises
+        `SidecarError` when it is gone.
+        """
+        if self._is_mine:
+            return self._report(Status(model=model))
         with self._turn:
             return self._report(Status(model=model))
 
     def free(self) -> Report | None:
         """Have everything that is loaded let go of; None where a call is under way, which needs it. Raises as `status`."""
-        if not self._turn.acquire(timeout=POLL_SECONDS):
+        if self._is_mine or not self._turn.acquire(timeout=POLL_SECONDS):
             return None
         try:
             return self._report(Free())
@@ -107,20 +121,34 @@ class Sidecar:
         """End the process, its ranks with it, and remove what it leaves."""
         self._process.end()
         self._pool.close()
-        held = self._turn.acquire(timeout=CLOSE_SECONDS)  # a call in another thread sees that the process has ended
+        held = not self._is_mine and self._turn.acquire(
+            timeout=CLOSE_SECONDS
+        )  # a call elsewhere sees that the process ended
         self._context.destroy(linger=0)
         if held:
             self._turn.release()
         sweep_all()
 
+    @property
+    def _is_mine(self) -> bool:
+        """Whether a call of this very thread is under way: it would wait for itself."""
+        return self._caller == threading.get_ident()
+
     @contextmanager
     def _my_turn(self, interrupted: Callable[[], bool]) -> Iterator[None]:
+        if self._is_mine:
+            raise SidecarError(
+                "a call of this thread is under way: take its events to the end, or close it, before the next"
+            )
         while not self._turn.acquire(timeout=POLL_SECONDS):
             if interrupted():
                 raise Cancelled
+        self._caller = threading.get_ident()
         try:
             yield
         finally:
+            self._caller = None
+            self._early.clear()
             self._turn.release()
 
     def _report(self, question: Status | Free) -> Report:
@@ -129,6 +157,8 @@ class Sidecar:
             event = self._receive()
             if isinstance(event, Report):
                 return event
+            if event is not None and self._is_mine:
+                self._early.append(event)
 
     def _send(self, request: Work) -> Iterator[Notice]:
         frames, refs = encode(request, pool=self._pool)
@@ -148,7 +178,7 @@ class Sidecar:
                 give_up = time.monotonic() + CANCEL_SECONDS
             if give_up is not None and time.monotonic() > give_up:
                 raise Cancelled
-            event = self._receive()
+            event = self._early.popleft() if self._early else self._receive()
             if getattr(event, "job", None) != job:
                 continue  # of a job that was given up
             match event:
@@ -164,6 +194,8 @@ class Sidecar:
 
     def _receive(self) -> Event | None:
         """The next event, with its tensors; None when there is none for a moment."""
+        if self._context.closed:
+            self._process.check()
         frames = self._connection.receive(seconds=POLL_SECONDS)
         if frames is None:
             self._process.check()

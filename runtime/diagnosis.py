@@ -9,23 +9,26 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
+from .environment import check_environment
 from .folders import SHARED_MEMORY
 from .kernels import kernels_here, nunchaku_package
 from .launch import PACK_ROOT
 from .machine import Machine
 from .pool import pool_limit
 from .stored import SVDQUANT_INT4, SVDQUANT_NVFP4
+from .units import in_units
 
 TORCH = "torch>=2.6"
 """ComfyUI's, and so not in the list of requirements."""
 KERNELS = ("flash-attn", "triton", "nunchaku")
 """Packages of kernels that a machine may have."""
 SMALL_SHARED_MEMORY = 1 << 30
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 
 
 def examine() -> dict[str, Any]:
     """Everything, as `--json` prints it; `ok` is false where something is missing that nothing runs without."""
+    check_environment()
     machine, packages = Machine.here(), dict(_packages())
     missing = [text for text in packages.values() if not text["fits"]]
     return {
@@ -50,7 +53,8 @@ def described(found: dict[str, Any]) -> str:
         for name, each in found["packages"].items()
     ]
     devices = [
-        f"  cuda:{number} {each['name']}, {each['memory_mib']} MiB" for number, each in enumerate(found["devices"])
+        f"  cuda:{number} {each['name']}, {in_units(each['memory_mib'] * MIB)}"
+        for number, each in enumerate(found["devices"])
     ]
     kernels = [f"  {name:14} {version or 'not installed'}" for name, version in found["kernels"].items()]
     memory = found["shared_memory"]
@@ -62,7 +66,7 @@ def described(found: dict[str, Any]) -> str:
             *([f"GPUs that cannot reach each other's memory: {_pairs(found['peer_access'])}"] if devices[1:] else []),
             "Kernels:", *kernels,
             "SVDQuant:", *(f"  {line}" for line in found["four_bit"]),
-            f"{SHARED_MEMORY}: {memory['bytes'] / GIB:.1f} GiB, of which a process uses {memory['limit'] / GIB:.1f}",
+            f"{SHARED_MEMORY}: {in_units(memory['bytes'])}, of which a process uses {in_units(memory['limit'])}",
             *([f"To do: {line}" for line in found["advice"]] or ["Nothing to do."]),
         ]
     )  # fmt: skip

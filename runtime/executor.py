@@ -52,7 +52,7 @@ class Executor:
     """One job at a time on the ranks of its plan.
 
     `answer` takes events to a client, and is False when the client is gone. `plan_for` finds the plan of a
-    request; `command` starts one worker, `keep` is what the ranks keep loaded.
+    request, where so much host memory is held by ranks that could let go of it, or whatever there is (None); `command` starts one worker, `keep` is what the ranks keep loaded.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Executor:
         home: Path,
         pool: Path | None,
         answer: Callable[[bytes, Frames], bool],
-        plan_for: Callable[[Work], Plan],
+        plan_for: Callable[[Work, int | None], Plan],
         command: Sequence[str] = WORKER,
         keep: KeepSettings = KeepSettings(),
     ) -> None:
@@ -82,7 +82,7 @@ class Executor:
         self.job = job
         job.files = files_of(job.request.model)
         try:
-            plan = self._plan_for(job.request)
+            plan = self._plan_for(job.request, self._ranks.resident_bytes if self._ranks else 0)
         except (ValueError, OSError) as error:
             return self._end(failed(job, str(error), user_error=True))
         if self._ranks is None or not plan.can_use(self._ranks.devices):
@@ -158,7 +158,7 @@ class Executor:
         room = 0
         if model is not None and not self._has(model):
             with suppress(ValueError, OSError):  # the job itself will say what is wrong
-                plan = self._plan_for(Work(job="status", model=model))
+                plan = self._plan_for(Work(job="status", model=model), None)
                 room = plan.bytes_per_rank
                 devices = devices if plan.can_use(devices) else plan.devices
         return Report(
@@ -270,7 +270,7 @@ class Executor:
         if job.failures:
             if self._ranks and not are_alike(job, self._ranks.plan):
                 self.stop()  # they differ now in what they have loaded
-            return self._end(job.failures[0])
+            return self._end(job.reason)
         self._end(Stopped(job=job.name) if job.stopped or job.result is None else None)
 
     def _end(self, event: Event | None) -> None:

@@ -39,8 +39,8 @@ class Source:
 @dataclass(frozen=True)
 class ModelFacts:
     """What a model is and where its parts are. `sources` is empty for a model with random weights; `shapes` are those of
-    the transformer's tensors by the names that its class has for them, empty where they are not known. `stored` names
-    the Linears that are not held as a plain weight.
+    the transformer's tensors by the names that its class has for them, empty where they are not known, and `formats` what
+    the headers call their number formats. `stored` names the Linears that are not held as a plain weight.
 
     `transformer_2` is a second expert beside this one in a folder. Of a pair that runs as one model, this is the expert of
     high noise and `low_noise` the other, which takes over below the sigma `boundary`.
@@ -58,6 +58,7 @@ class ModelFacts:
     text_encoders: tuple[Path, ...] = ()
     vae: Path | None = None
     transformer_2: Path | None = None
+    formats: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     low_noise: ModelFacts | None = field(default=None, repr=False)
     boundary: float = 0.0
 

@@ -183,4 +183,4 @@ def _file_of(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], 
     stored = MappingProxyType({**eight_bit_layers(layout, family), **packed})
     coded = frozenset(names[f"{layer}.weight"] for layer in packed)
     sources = (Source(path, MappingProxyType(names), MappingProxyType(layout.rows), coded),)
-    return facts_of(family, config, sources=sources, shapes=shapes, stored=stored)
+    return facts_of(family, config, sources=sources, shapes=shapes, formats=layout.formats, stored=stored)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from .channel import Frames
 from .loaded_files import LoadedFiles
+from .out_of_memory import SAID
 from .plan import Plan
 from .protocol import EncodeText, Failed, Progress, Work
 from .ranks import Rank
@@ -42,6 +43,11 @@ class Job:
         """The job's name on the wire."""
         return self.request.job
 
+    @property
+    def reason(self) -> Failed:
+        """Why it failed: where memory ran out on one rank, what others met may follow from that."""
+        return next((failure for failure in self.failures if failure.out_of_memory), self.failures[0])
+
 
 def files_of(model: ModelSettings) -> LoadedFiles:
     """The files that a model is read from, as they are now."""
@@ -50,13 +56,16 @@ def files_of(model: ModelSettings) -> LoadedFiles:
     return LoadedFiles.of(path for path in named if os.path.isabs(path))
 
 
-def failed(job: Job, message: str, *, user_error: bool = False, rank: int | None = None) -> Failed:
+def failed(
+    job: Job, message: str, *, user_error: bool = False, out_of_memory: bool = False, rank: int | None = None
+) -> Failed:
     """That the job failed, where it was last."""
     last = job.last
     return Failed(
         job=job.name,
         message=message[: 1 << 14],
         user_error=user_error,
+        out_of_memory=out_of_memory,
         rank=rank,
         stage=last.stage if last else "",
         step=last.step if last else None,
@@ -70,7 +79,8 @@ def death(job: Job, rank: Rank) -> Failed:
     if changed := job.files.changed:
         message += f". {changed}"
     lines = "\n".join(rank.last_lines)
-    return failed(job, f"{message}. Its last lines:\n{lines}" if lines else message, rank=rank.settings.rank)
+    told = f"{message}. Its last lines:\n{lines}" if lines else message
+    return failed(job, told, out_of_memory=bool(SAID.search(lines)), rank=rank.settings.rank)
 
 
 def status_of(rank: Rank) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
+from .host_memory import UNKNOWN, HostMemory
+
 QUERY = ("--query-gpu=index,uuid,memory.total,mig.mode.current,name", "--format=csv,noheader,nounits")
 TIMEOUT_SECONDS = 20
 _CUDA_BUILD = re.compile(r"^cuda\b[^=]*=\s*(\S+)", re.MULTILINE)
@@ -33,18 +35,20 @@ class Machine:
     """The devices ranks can run on.
 
     `has_nccl`: ranks on several GPUs can talk to each other. `why` says why there are no more GPUs, where that is known.
+    `host` is what there is of host memory.
     """
 
     cuda: tuple[CudaDevice, ...] = ()
     cores: int = 1
     has_nccl: bool = True
     why: str = ""
+    host: HostMemory = UNKNOWN
 
     @classmethod
     def here(cls) -> Machine:
         """This machine, as CUDA_VISIBLE_DEVICES and the installed torch let it be seen."""
         gpus, why = _visible_gpus(os.environ) if _torch_has_cuda() else ((), _without_cuda())
-        return cls(cuda=gpus, cores=_cores(), has_nccl=sys.platform == "linux", why=why)
+        return cls(gpus, cores=_cores(), has_nccl=sys.platform == "linux", why=why, host=HostMemory.here())
 
     @property
     def because(self) -> str:

@@ -78,7 +78,8 @@ def transformer_folder(path: Path, pipeline: str = "") -> ModelFacts:
         Source(file, {name: name for name in header if name in layout.names}) for file, header in headers.items()
     )
     stored = MappingProxyType(eight_bit_layers(layout, family))
-    return facts_of(family, config, sources=sources, shapes=layout.shapes, stored=stored)
+    found = {"shapes": layout.shapes, "formats": layout.formats}
+    return facts_of(family, config, sources=sources, stored=stored, **found)
 
 
 def _family_of(path: Path, config: Mapping[str, Any], pipeline: str) -> FamilySpec:

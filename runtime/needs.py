@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain
 
 from .activations import activation_bytes
 from .degrees import Degrees, factored
-from .footprint import DTYPE_BYTES, ON_DEVICE, bytes_per_rank
+from .footprint import DTYPE_BYTES, ON_DEVICE, Held, held_by_rank
+from .host_memory import UNKNOWN, HostMemory
 from .inspection import ModelFacts
 from .parallel.lengths import grained_lengths
 from .settings import MemorySettings, formula
 from .stored import shared_features
+from .units import in_units
 from .workload import Workload
 
 USUAL_BRANCHES, MOST_BRANCHES = 2, 3
@@ -27,6 +30,7 @@ WEIGHTS_SHARE = 0.8
 class Needs:
     """What a model asks of the degrees; `memory` is bytes of the smallest device, 0 where that is not known, `offload`
     says which weights are on it, `beside` how many numbers of LoRAs, and `workload` what is sampled, where that is known.
+    `devices` has one for each rank, and `host` is what there is of the memory that those on the processor share.
     """
 
     facts: ModelFacts
@@ -35,6 +39,8 @@ class Needs:
     offload: MemorySettings = ON_DEVICE
     workload: Workload | None = None
     beside: int = 0
+    devices: tuple[str, ...] = ()
+    host: HostMemory = UNKNOWN
 
     def problem(self, degrees: Mapping[str, int]) -> str:
         """What is wrong with degrees, of which some may be missing; empty when nothing is."""
@@ -102,23 +108,45 @@ class Needs:
         return ""
 
     def bytes_per_rank(self, tensor: int) -> int:
-        """What the weights of a rank take on its device, and LoRAs beside them; 0 where that is not known."""
-        weights = self._weights(tensor)
-        return weights + DTYPE_BYTES[self.dtype] * self.beside if weights else 0
+        """What the weights of a rank take on its device, and LoRAs beside them; 0 where that is not known. A GPU has at least
+        so much, as what is free there when they are loaded is not known; on the processor that is host memory.
+        """
+        weights = self._on_device(tensor)
+        return weights + self._loras if weights else 0
 
-    def _weights(self, tensor: int) -> int:
-        held = {"dtype": self.dtype, "tensor": tensor, "offload": self.offload}
-        return sum(bytes_per_rank(each, **held) for each in self.facts.experts)
+    @property
+    def on_host(self) -> bool:
+        """Whether the ranks run on the processor."""
+        return "cpu" in self.devices
+
+    @property
+    def _loras(self) -> int:
+        return DTYPE_BYTES[self.dtype] * self.beside
+
+    def _on_device(self, tensor: int) -> int:
+        return self._held(tensor).on_host if self.on_host else self._held(tensor).on_gpu
+
+    def _held(self, tensor: int) -> Held:
+        if tensor not in self._known:
+            free = (self.host.free or 0) // len(self.devices) if self.on_host else 0
+            held = {"dtype": self.dtype, "tensor": tensor, "offload": self.offload, "free": free}
+            self._known[tensor] = sum((held_by_rank(each, **held) for each in self.facts.experts), Held())
+        return self._known[tensor]
+
+    @cached_property
+    def _known(self) -> dict[int, Held]:
+        """What was worked out, by how many ranks share the weights."""
+        return {}
 
     def fits(self, tensor: int) -> bool:
         """Whether the weights leave enough of the memory free, as far as that is known. LoRAs do not count: degrees that
         changed with them would have the model loaded again.
         """
-        return not self.memory or self._weights(tensor) <= WEIGHTS_SHARE * self.memory
+        return not self.memory or self._on_device(tensor) <= WEIGHTS_SHARE * self.memory
 
     def _crowded(self, tensor: int) -> int:
         """How little room the weights leave: 0 where they fit, 1 where the memory just holds them, 2 where it does not."""
-        return 0 if self.fits(tensor) else 1 + (self._weights(tensor) > self.memory)
+        return 0 if self.fits(tensor) else 1 + (self._on_device(tensor) > self.memory)
 
     def activation_bytes(self, degrees: Degrees) -> int:
         """What a rank works with in a step beside the weights; 0 where that is not known."""
@@ -129,14 +157,34 @@ class Needs:
         """How many tokens a picture or video has, where that is known."""
         return {"tokens": self.workload.tokens(self.facts.spec.patch)} if self.workload else {}
 
-    def lacks(self, degrees: Degrees) -> bool:
-        """Whether weights and what a step works with are more than the memory, as far as that is known."""
-        return 0 < self.memory < self.bytes_per_rank(degrees.tensor) + self.activation_bytes(degrees)
+    def peak_bytes(self, degrees: Degrees) -> int:
+        """The most that a rank has on its device, as far as that is known."""
+        return self.bytes_per_rank(degrees.tensor) + self.activation_bytes(degrees)
 
-    @property
-    def offloaded(self) -> Needs:
-        """The same with blocks that are not on the device while they do not run."""
-        return replace(self, offload=self.offload.model_copy(update={"offload": "layerwise"}))
+    def host_bytes(self, degrees: Degrees) -> int:
+        """What all ranks together take of host memory, without pages of files, which the system can take back. Weights are
+        there once for the ranks that hold the same.
+        """
+        held = self._held(degrees.tensor)
+        if not self.on_host:
+            return held.streamed * degrees.tensor
+        own = held.slots + self.activation_bytes(degrees)
+        return held.made * degrees.tensor + self._loras + own * degrees.product
+
+    def lack(self, degrees: Degrees) -> str:
+        """Which memory is too small, in words, as far as that is known; empty when there is enough."""
+        peak, host, there = self.peak_bytes(degrees), self.host_bytes(degrees), self.host
+        if 0 < self.memory < peak:
+            return f"{', '.join(self.devices)} {'have' if self.devices[1:] else 'has'} {in_units(self.memory)}"
+        if there.free is not None and there.free < host:
+            what = "that is" if self.on_host else "blocks that wait take"
+            return f"{what} {in_units(host)} of host memory in all, and {in_units(there.free)} are free"
+        if self.on_host and there.address_space is not None and there.address_space < peak:
+            return f"a process may map {in_units(there.address_space)} at most (ulimit -v)"
+        own = peak - self._held(degrees.tensor).mapped if degrees.product == 1 else self.activation_bytes(degrees)
+        if self.on_host and there.data is not None and there.data < own:
+            return f"a process may have {in_units(there.data)} of its own at most (ulimit -d)"
+        return ""
 
     def choices(self, count: int, fixed: Mapping[str, int], *, branches: int = USUAL_BRANCHES) -> list[Degrees]:
         """The legal degrees for `count` ranks with some degrees given; the best one first.

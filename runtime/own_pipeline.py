@@ -23,6 +23,7 @@ from .errors import Refused
 from .finite import Weights, cause_in, not_finite
 from .loaded_files import LoadedFiles
 from .mesh import Mesh
+from .out_of_memory import is_out_of_memory
 from .own_call import Taken, Way, arguments_of, check_latent, check_request
 from .pipeline import dtype_of
 from .progress import ReportProgress
@@ -141,7 +142,7 @@ class DiffusersPipeline:
         try:
             pictures = self._decoded(latent.float().to(self._device))
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if is_out_of_memory(error):
                 raise
             raise Refused(
                 f"the latent has shape {tuple(latent.shape)}, which this VAE does not decode ({error})"

@@ -17,9 +17,11 @@ from .machine import Machine
 from .needs import MOST_BRANCHES, USUAL_BRANCHES, Needs
 from .parts import check_offload, check_parts
 from .protocol import Sample, Work
-from .reason import gib, reason_of
+from .reason import reason_of
 from .settings import AXES, MAX_DEGREE, MemorySettings, ModelSettings, ParallelSettings, formula
+from .smaller import Smaller, smaller_that_fits
 from .stored import GROUPS
+from .units import in_units
 from .without_spec import pipeline_without_spec, plan_alone
 from .workload import Workload
 
@@ -30,8 +32,9 @@ MIB = 1 << 20
 class Plan:
     """The degree of each axis and the device of each rank (`cpu` or `cuda:N`), outermost axis first.
 
-    `bytes_per_rank` is what the weights of the rank that holds most take, and `activation_bytes` what it works with in a
-    step beside them; 0 where that is not known. `tolerance` is how far a latent may be from one rank's, as a relative error.
+    `bytes_per_rank` is what the weights of the rank that holds most take on its device, and `activation_bytes` what it works
+    with in a step beside them; 0 where that is not known. `host_bytes` is what all ranks together take of host memory, but
+    for pages of files. `tolerance` is how far a latent may be from one rank's, as a relative error.
     """
 
     data: int
@@ -43,6 +46,7 @@ class Plan:
     reason: str = ""
     bytes_per_rank: int = 0
     activation_bytes: int = 0
+    host_bytes: int = 0
     tolerance: float = 0.0
 
     @property
@@ -66,12 +70,15 @@ class Plan:
 
 
 class PlanRefused(Refused):
-    """No plan for these settings; `nearest` are settings that have one, None when nothing has."""
+    """No plan for these settings; `nearest` are settings that have one, None when nothing has. `smaller` is what the same
+    degrees have memory for, where it was too small for what was asked.
+    """
 
-    def __init__(self, message: str, *, nearest: ParallelSettings | None) -> None:
-        self.nearest = nearest
-        way_out = f"The nearest plan that works: {_described(nearest)}" if nearest else "No plan of these GPUs works"
-        super().__init__(f"{message}. {way_out}")
+    def __init__(self, message: str, *, nearest: ParallelSettings | None, smaller: Smaller = Smaller()) -> None:
+        self.nearest, self.smaller = nearest, smaller
+        ways = [f"The nearest that fits: {smaller.words}"] if smaller.words else []
+        ways += [f"The nearest plan that works: {_described(nearest)}"] if nearest else []
+        super().__init__(". ".join((message, *ways)) if ways else f"{message}. No plan on this machine works")
 
 
 @dataclass(frozen=True)
@@ -123,12 +130,17 @@ def make_plan(
     devices = _devices(parallel, machine)
     needs = _needs(facts, machine, devices, holding)
     chosen = needs.choices(len(devices), parallel.set_degrees)[0]
+    if lack := needs.lack(chosen):
+        most = machine.cores if machine.host.bounds_processes else 1  # more of them share the same memory
+        nearest = _nearest(parallel, facts, machine, holding, most=most)
+        raise PlanRefused(_too_large(needs, chosen, lack), nearest=nearest, smaller=smaller_that_fits(needs, chosen))
     return Plan(
         **vars(chosen),
         devices=devices,
         reason=reason_of(parallel, needs, machine, devices, chosen),
         bytes_per_rank=needs.bytes_per_rank(chosen.tensor),
         activation_bytes=needs.activation_bytes(chosen),
+        host_bytes=needs.host_bytes(chosen),
         tolerance=tolerance_for(needs.dtype, four_bit=any(stored.kind in GROUPS for stored in facts.stored.values())),
     )
 
@@ -138,7 +150,8 @@ def _needs(facts: ModelFacts, machine: Machine, devices: Sequence[str], holding:
     auto = "fp32" if "cpu" in devices else "bf16"
     dtype = auto if holding.dtype == "auto" else holding.dtype
     memory = min(sizes, default=0) * MIB
-    return Needs(facts, dtype, memory, holding.offload, holding.workload, holding.beside)
+    held = (holding.offload, holding.workload, holding.beside)
+    return Needs(facts, dtype, memory, *held, devices=tuple(devices), host=machine.host)
 
 
 # What is wrong ------------------------------------------------------------------------------------------------------
@@ -161,10 +174,9 @@ def _problem(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, ho
         asked = f"{_formula(parallel)} = {len(devices)}" if parallel.devices == "auto" else parallel.devices
         return f"{asked} is more than {MAX_DEGREE} ranks"
     needs = _needs(facts, machine, devices, holding)
-    choices = needs.choices(len(devices), parallel.set_degrees)
-    if not choices:
+    if not needs.choices(len(devices), parallel.set_degrees):
         return _does_not_fill(parallel, needs, len(devices))
-    return _too_large(needs, devices, choices[0])
+    return ""
 
 
 def _does_not_fill(parallel: ParallelSettings, needs: Needs, count: int) -> str:
@@ -176,16 +188,12 @@ def _does_not_fill(parallel: ParallelSettings, needs: Needs, count: int) -> str:
     return f"{text}, and the degrees left open ({needs.limits}) do not make it {count}"
 
 
-def _too_large(needs: Needs, devices: Sequence[str], degrees: Degrees) -> str:
-    """Why a rank cannot hold what it needs; empty when it can."""
-    if not needs.lacks(degrees):
-        return ""
+def _too_large(needs: Needs, degrees: Degrees, lack: str) -> str:
+    """What the ranks need, and which memory is too small for it."""
     work = needs.activation_bytes(degrees)
-    offload = "" if needs.offloaded.lacks(degrees) else "; with offload layerwise (Configure Memory) they fit"
     return (
-        f"the weights of {needs.facts.name} take {gib(needs.bytes_per_rank(degrees.tensor))} on each rank at tensor "
-        f"{degrees.tensor}{f' and a step {gib(work)} more' if work else ''}, but {', '.join(devices)} "
-        f"{'have' if devices[1:] else 'has'} {gib(needs.memory)}{offload}"
+        f"the weights of {needs.facts.name} take {in_units(needs.bytes_per_rank(degrees.tensor))} on each rank at tensor "
+        f"{degrees.tensor}{f' and a step {in_units(work)} more' if work else ''}, but {lack}"
     )
 
 
@@ -223,19 +231,21 @@ def _devices(parallel: ParallelSettings, machine: Machine) -> tuple[str, ...]:
 
 
 def _nearest(
-    parallel: ParallelSettings, facts: ModelFacts, machine: Machine, holding: Holding
+    parallel: ParallelSettings, facts: ModelFacts, machine: Machine, holding: Holding, *, most: int = 1
 ) -> ParallelSettings | None:
-    """Settings with a plan: as near as can be in the number of devices, then in the degrees that were set."""
+    """Settings with a plan: as near as can be in the number of devices, then in the degrees that were set. On the processor
+    that is no more ranks than are wanted, or than `most`.
+    """
     wanted = min(len(_devices(parallel, machine)), MAX_DEGREE)
     usable = _usable_gpus(parallel, machine)
     largest = sorted(range(len(machine.cuda)), key=lambda number: -machine.cuda[number].memory_mib)
     for numbers in (usable, list(range(len(machine.cuda))), largest):
-        most = min(len(numbers), machine.most_gpus) if usable else wanted
-        for count in sorted(range(1, most + 1), key=lambda count: abs(count - wanted)):
+        ranks = min(len(numbers), machine.most_gpus) if usable else max(wanted, min(most, MAX_DEGREE))
+        for count in sorted(range(1, ranks + 1), key=lambda count: abs(count - wanted)):
             devices = [f"cuda:{number}" for number in numbers[:count]] if usable else ["cpu"] * count
             needs = _needs(facts, machine, devices, holding)
             legal = needs.choices(count, {}, branches=max(USUAL_BRANCHES, min(parallel.cfg, MOST_BRANCHES)))
-            fitting = [degrees for degrees in legal if not needs.lacks(degrees)]
+            fitting = [degrees for degrees in legal if not needs.lack(degrees)]
             if fitting:
                 return _settings(parallel, devices, min(fitting, key=lambda degrees: _change(parallel, degrees)))
     return None

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import secrets
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import ProtocolError, Refused
+from .errors import ProtocolError, Refused, shown
 from .folders import SHARED_MEMORY
 from .message import TensorRef
 
@@ -31,6 +32,7 @@ SPARE_BYTES = 2 << 30
 """Free segments are kept up to this size in all."""
 LIMIT_VARIABLE = "OUTRIGGER_POOL_BYTES"
 _IN_USE, _FREE = 1, 0
+_BYTES = re.compile(r"[0-9]{1,18}")
 
 
 def pool_limit() -> int:
@@ -40,8 +42,10 @@ def pool_limit() -> int:
     """
     chosen = os.environ.get(LIMIT_VARIABLE, "")
     if chosen:
-        if not chosen.isdecimal():
-            raise Refused(f"{LIMIT_VARIABLE} is {chosen!r}: set it to a number of bytes, 0 for no shared memory")
+        if not _BYTES.fullmatch(chosen.strip()):
+            raise Refused(
+                f"{LIMIT_VARIABLE} {shown(chosen)} is not a number of bytes such as 1073741824, or 0 for no shared memory"
+            )
         return int(chosen)
     if not SHARED_MEMORY.is_dir():
         return 0

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from .errors import in_our_words, shown
 from .settings import AUTO, ParallelSettings, Settings
 
 AUTO_PART = 0.7
@@ -20,17 +21,17 @@ VARIABLES = {
 }
 """The environment variable of each field."""
 
-_BYTES = re.compile(r"(\d{1,12}(?:\.\d{1,3})?) ?([KMGT])i?B", re.IGNORECASE)
-_MINUTES = re.compile(r"\d{1,6}(?:\.\d{0,6})?|\.\d{1,6}")
-_PART = re.compile(r"0?\.\d{1,6}|[01](?:\.0*)?")
+_BYTES = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,3})?) ?([KMGT])i?B", re.IGNORECASE | re.ASCII)
+_MINUTES = re.compile(r"[0-9]{1,6}(?:\.[0-9]{0,6})?|\.[0-9]{1,6}")
+_PART = re.compile(r"0?\.[0-9]{1,6}|[01]\.0*")
 
 
 class KeepSettings(Settings):
     """What stays loaded while no prompt runs.
 
     `device` and `host` are how much loaded models may take of each GPU and of host memory: "auto", a part of what is free
-    without them such as "0.5", or an amount such as "20GB"; "0" keeps the model in use alone. That one is kept whatever it
-    takes. `prompts` is how much encoded prompts may take, "0" for none. After `idle_minutes` without a job everything is
+    without them such as "0.5" ("1.0" for all of it), or an amount such as "20GB"; "0" keeps the model in use alone. That
+    one is kept whatever it takes. `prompts` is how much encoded prompts may take, "0" for none. After `idle_minutes` without a job everything is
     let go of; 0 is never.
     """
 
@@ -40,10 +41,10 @@ class KeepSettings(Settings):
     idle_minutes: float = Field(default=60.0, ge=0.0, le=1e6, allow_inf_nan=False)
 
     @classmethod
-    def from_environment(cls, variables: Mapping[str, str]) -> KeepSettings:
-        """Those of the variables that are set. Raises pydantic's `ValidationError`."""
-        given = {field: variables[name] for field, name in VARIABLES.items() if variables.get(name)}
-        return cls.model_validate(given, strict=False)
+    def from_environment(cls, variables: Mapping[str, str], **given: str) -> KeepSettings:
+        """Those that are given, and those of the variables that are set. Raises `ValueError` in the user's words."""
+        found = {field: variables[name] for field, name in VARIABLES.items() if variables.get(name)}
+        return in_our_words(cls, **{**found, **given})
 
     @field_validator("device", "host", "prompts")
     @classmethod
@@ -51,19 +52,22 @@ class KeepSettings(Settings):
         text, limited = text.strip(), info.field_name != "prompts"
         if _BYTES.fullmatch(text) or text == "0" or (limited and (text == AUTO or _PART.fullmatch(text))):
             return text
-        parts = "auto, a part such as 0.5, " if limited else ""
+        parts = "auto, a part such as 0.5 (1.0 for all that is free), " if limited else ""
         raise ValueError(
-            f"{VARIABLES[info.field_name]} {text!r} is not one of: {parts}an amount such as 20GB or 512MB, or 0"
+            f"{VARIABLES[info.field_name]} {shown(text)} is not one of: {parts}an amount such as 20GB or 512MB, or 0"
         )
 
     @field_validator("idle_minutes", mode="before")
     @classmethod
     def _known_minutes(cls, value: object) -> object:
-        if isinstance(value, str) and not _MINUTES.fullmatch(value.strip()):
+        """Minutes from an environment are a text."""
+        if not isinstance(value, str):
+            return value
+        if not _MINUTES.fullmatch(value.strip()):
             raise ValueError(
-                f"{VARIABLES['idle_minutes']} {value!r} is not a number of minutes such as 60 or 0.5, or 0 for never"
+                f"{VARIABLES['idle_minutes']} {shown(value)} is not a number of minutes such as 60 or 0.5, or 0 for never"
             )
-        return value
+        return float(value)
 
     @property
     def prompt_bytes(self) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from .channel import Bell
 from .forks import PACK_ROOT, Fork, Forks, can_fork, kill_group
+from .host_memory import Resident, resident_bytes
 from .plan import Plan
 from .protocol import Memory, RankReport
 from .rank_settings import KeepSettings, RankSettings
@@ -53,8 +54,13 @@ class Rank:
     def report(self) -> RankReport:
         """This rank as `Status` tells of it."""
         pid, place = self._process.pid, self.settings
-        resident = _resident_bytes(pid)
+        resident = self.resident.all
         return RankReport(rank=place.rank, pid=pid, device=place.device, memory=self.memory, resident_bytes=resident)
+
+    @property
+    def resident(self) -> Resident:
+        """What the process has in memory."""
+        return resident_bytes(self._process.pid)
 
     def kill(self) -> None:
         """End the process with everything it started. It has nothing to save."""
@@ -151,6 +157,12 @@ class Ranks:
         return self.all[self.plan.world :]
 
     @property
+    def resident_bytes(self) -> int:
+        """What the system gets back when they end; what they share counts once."""
+        each = [rank.resident for rank in self.all]
+        return sum(resident.own for resident in each) + max(resident.shared for resident in each)
+
+    @property
     def ready(self) -> int:
         """How many have joined."""
         return sum(rank.ready for rank in self.all)
@@ -207,11 +219,3 @@ def _visible_ids(plan: Plan, inherited: Mapping[str, str]) -> list[str]:
 
 def _local_devices(plan: Plan) -> tuple[str, ...]:
     return tuple(f"cuda:{rank}" if device.startswith("cuda") else "cpu" for rank, device in enumerate(plan.devices))
-
-
-def _resident_bytes(pid: int) -> int:
-    """What a process has in memory; 0 where that is not known."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
-        return 0

@@ -9,8 +9,7 @@ from .gain import saves_time
 from .machine import Machine
 from .needs import Needs
 from .settings import ParallelSettings
-
-GIB = 1 << 30
+from .units import in_units
 
 
 def reason_of(
@@ -26,7 +25,7 @@ def reason_of(
     if chosen.cfg > 1:
         parts.append("at cfg 1 the cfg axis shares the tokens instead")
     if chosen.tensor > 1 and "tensor" not in parallel.set_degrees and not needs.fits(1):
-        parts.append(f"the weights take {gib(needs.bytes_per_rank(1))}, so that each rank holds a part of them")
+        parts.append(f"the weights take {in_units(needs.bytes_per_rank(1))}, so that each rank holds a part of them")
     if devices[0] == "cpu":
         parts.append("one process with all cores is about as fast on a CPU")
     elif needs.facts.shapes and not saves_time(needs.facts, chosen, **needs.tokens):
@@ -44,8 +43,3 @@ def _devices_in_words(parallel: ParallelSettings, machine: Machine, devices: Seq
             f"{count} GPU of {len(machine.cuda)}: they talk to each other through NCCL, which torch has on Linux alone"
         )
     return f"{count} GPU{plural}"
-
-
-def gib(size: int) -> str:
-    """Bytes for a reader."""
-    return f"{size / GIB:.1f} GiB"

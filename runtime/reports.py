@@ -8,8 +8,7 @@ from pydantic import Field
 
 from .message import Message
 from .settings import ModelSettings
-
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+from .units import in_units
 
 
 class HeldModel(Message):
@@ -94,11 +93,3 @@ class Report(Message):
             if device in ("cpu", place)
         ]
         return sum(model.host_bytes if device == "cpu" else model.device_bytes for model in models)
-
-
-def in_units(size: float) -> str:
-    """Bytes as one reads them."""
-    place = 0
-    while size >= 1024 and place < len(UNITS) - 1:
-        size, place = size / 1024, place + 1
-    return f"{size:.0f} {UNITS[place]}" if size >= 10 or not place else f"{size:.1f} {UNITS[place]}"

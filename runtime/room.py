@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .facts import ModelFacts
-from .footprint import ON_DEVICE, bytes_per_rank
+from .footprint import Held, held_by_rank
 from .mesh import Mesh
 from .settings import AUTO, ModelSettings
 from .weighing import Bytes
@@ -16,7 +16,6 @@ def bytes_needed(facts: ModelFacts, settings: ModelSettings, mesh: Mesh) -> Byte
     counted.
     """
     dtype = AUTO_DTYPE[mesh.device.type] if settings.dtype == AUTO else settings.dtype
-    cut = {"dtype": dtype, "tensor": mesh.degree("tensor")}
-    on_device = sum(bytes_per_rank(each, **cut, offload=settings.memory) for each in facts.experts)
-    whole = sum(bytes_per_rank(each, **cut, offload=ON_DEVICE) for each in facts.experts)
-    return Bytes.on(mesh.device, on_device) + Bytes(host=whole if settings.memory.offload == "layerwise" else 0)
+    held = {"dtype": dtype, "tensor": mesh.degree("tensor"), "offload": settings.memory}
+    each = sum((held_by_rank(facts, **held) for facts in facts.experts), Held())
+    return Bytes(host=each.on_host) if mesh.device.type == "cpu" else Bytes(each.on_gpu, host=each.streamed)

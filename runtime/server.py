@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from .channel import Bell, Frames, Listener, encode, parse
 from .errors import ProtocolError, Refused
 from .executor import Executor, Job
 from .folders import SHARED_MEMORY, PrivateFolder, temporary_base
+from .host_memory import UNKNOWN, HostMemory
 from .machine import Machine
+from .out_of_memory import is_out_of_memory
 from .plan import Plan, plan_work
 from .pool import pool_limit
 from .protocol import (
@@ -57,7 +60,7 @@ class Server:
         self,
         endpoint: str = "",
         *,
-        plan_for: Callable[[Work], Plan] | None = None,
+        plan_for: Callable[[Work, int | None], Plan] | None = None,
         command: Sequence[str] = WORKER,
         keep: KeepSettings = KeepSettings(),
     ) -> None:
@@ -154,7 +157,8 @@ class Server:
             except Exception as error:  # this process's one handler: the job fails, the sidecar lives
                 log.exception("could not start a job")
                 self._executor.job = None
-                self._answer(job.peer, Failed(job=job.name, message=f"{type(error).__name__}: {error}"[: 1 << 14]))
+                message, short = f"{type(error).__name__}: {error}"[: 1 << 14], is_out_of_memory(error)
+                self._answer(job.peer, Failed(job=job.name, message=message, out_of_memory=short))
 
     def _welcome(self, peer: bytes, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION or not hmac.compare_digest(hello.token.encode(), self.token.encode()):
@@ -222,8 +226,10 @@ def _machine() -> Machine:
     return Machine.here()
 
 
-def _plan_for(work: Work) -> Plan:
-    return plan_work(work, _machine())
+def _plan_for(work: Work, held: int | None) -> Plan:
+    """The plan of a request, with the host memory that is free now beside what is `held`; None: however much there is."""
+    host = UNKNOWN if held is None else HostMemory.here(freed=held)
+    return plan_work(work, replace(_machine(), host=host))
 
 
 def _default_endpoint(home: Path, name: str) -> str:

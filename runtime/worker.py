@@ -23,6 +23,7 @@ from .encoders.remembered import RememberedPrompts
 from .errors import Cancelled
 from .folders import shared_folder
 from .mesh import Mesh
+from .out_of_memory import in_words, is_out_of_memory
 from .pool import SMALLEST_BYTES, Mappings, Pool
 from .protocol import (
     MAX_NOTICE,
@@ -194,13 +195,18 @@ class Worker:
                 self.send(Notice(job=request.job, text=textwrap.shorten(text, MAX_NOTICE, placeholder=" ...")))
 
     def _failure(self, request: Work, report: Reporter, error: Exception) -> Failed:
+        out_of_memory = is_out_of_memory(error)
+        user_error = isinstance(error, ValueError) and not out_of_memory
         text = problems_of(error) if isinstance(error, ValidationError) else str(error)
-        user_error = isinstance(error, ValueError)
+        if out_of_memory:
+            text = in_words(error, device=self.settings.device, offload=request.model.memory.offload)
+        elif not user_error:
+            text = f"{type(error).__name__}: {text}"
         return Failed(
             job=request.job,
-            message=(text if user_error else f"{type(error).__name__}: {text}")[: 1 << 14],
+            message=text[: 1 << 14],
             user_error=user_error,
-            out_of_memory=_is_out_of_memory(error),
+            out_of_memory=out_of_memory,
             loaded=self._here(request.model) in self._shelf,
             rank=self.settings.rank,
             stage=report.stage[:64],
@@ -244,10 +250,6 @@ def _end_with_stdin() -> None:
 def _mesh(settings: RankSettings) -> Mesh:
     place = {"rank": settings.rank, "device": settings.device}
     return Mesh.join(settings.parallel.degrees, **place, init_method=f"file://{settings.store}")
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from runtime.rank_settings import KeepSettings
 from runtime.server import Server, run_server
 
 
-def plan_for(work):
+def plan_for(work, held):
     count = work.model.parallel.device_count or 1
     return Plan(data=1, cfg=count, ring=1, ulysses=1, tensor=1, devices=("cpu",) * count, bytes_per_rank=5 << 20)
 

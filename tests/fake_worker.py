@@ -3,6 +3,7 @@
 The model's name says how it behaves: `fake?step=0.05&raise=1&at=2` takes 0.05 s a step and fails on rank 1 in step 2.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -17,6 +18,19 @@ from runtime.progress import tell_failure
 from runtime.protocol import Conditioning
 from runtime.weighing import Bytes
 from runtime.worker import run
+
+
+def run_out_of_memory(how):
+    """Of a device, or of the host: as torch's allocator says it, or as a file that cannot be mapped, which whoever reads it
+    refuses.
+    """
+    match how:
+        case "device":
+            raise torch.OutOfMemoryError("tried to allocate 80 GiB")
+        case "allocator":
+            torch.empty(1 << 50, dtype=torch.uint8)
+        case "file":
+            raise Refused("x.safetensors cannot be read") from OSError(errno.ENOMEM, "Cannot allocate memory")
 
 
 class FakePipeline:
@@ -81,9 +95,9 @@ class FakePipeline:
         if self.behaviour.get("raise") in (str(self.mesh.rank), "all"):
             raise RuntimeError("this rank does not like the step")
         if self.behaviour.get("memory") == str(self.mesh.rank):
-            raise torch.OutOfMemoryError("tried to allocate 80 GiB")
+            run_out_of_memory(self.behaviour.get("how", "device"))
         if self.behaviour.get("exit") == str(self.mesh.rank):
-            print("about to end", flush=True)
+            print("about to end", self.behaviour.get("says", ""), flush=True)
             os._exit(7)
         if self.behaviour.get("signal") == str(self.mesh.rank):
             os.kill(os.getpid(), signal.SIGBUS)

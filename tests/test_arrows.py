@@ -12,6 +12,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 CONTROL = (
     "errors",
+    "units",
+    "host_memory",
+    "out_of_memory",
     "comparison",
     "settings",
     "rank_settings",
@@ -21,6 +24,7 @@ CONTROL = (
     "protocol",
     "folders",
     "pool",
+    "environment",
     "channel",
 )
 """Lowest first: each may import those before it. Over them stand, beside each other, the client and the server's side."""

@@ -298,6 +298,8 @@ def test_a_plan_takes_under_a_second_and_imports_no_torch(model):
         (["--keep-host", "lots"], "OUTRIGGER_KEEP_HOST 'lots' is not one of: auto, a part such as 0.5"),
         (["--idle-minutes", "soon"], "OUTRIGGER_IDLE_MINUTES 'soon' is not a number of minutes such as 60"),
         (["--idle-minutes", "-1"], "OUTRIGGER_IDLE_MINUTES '-1' is not"),
+        (["--keep-device", "1"], "OUTRIGGER_KEEP_DEVICE '1' is not one of"),
+        (["--keep-host", ""], "OUTRIGGER_KEEP_HOST '' is not one of"),
     ],
 )
 def test_a_sidecar_that_would_keep_what_is_no_amount_does_not_start(capsys, words, says):

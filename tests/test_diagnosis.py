@@ -51,7 +51,7 @@ def test_gpus_are_listed_with_the_pairs_that_cannot_reach_each_other(capsys, mac
     machine(gpus=2)
     main(["doctor"])
     text = capsys.readouterr().out
-    assert "cuda:1 GPU, 24576 MiB" in text and "reach each other's memory: 0-1" in text
+    assert "cuda:1 GPU, 24.0 GiB" in text and "reach each other's memory: 0-1" in text
 
 
 def test_a_package_of_the_kernels_name_that_is_none_is_told_apart(monkeypatch, machine, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtime import free_memory
+from runtime import host_memory
 
 MIB = 1 << 20
 FIRST = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -17,7 +17,7 @@ def system(tmp_path, monkeypatch):
     """A system of control groups, with 1000 MiB in the machine: the groups in which this process is, and their files."""
     (tmp_path / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {1000 * 1024} kB\n")
     for name, place in (("MEMINFO", "meminfo"), ("CGROUP", "groups"), ("OWN_CGROUP", "own")):
-        monkeypatch.setattr(free_memory, name, tmp_path / place)
+        monkeypatch.setattr(host_memory, name, tmp_path / place)
 
     def make(own, groups):
         (tmp_path / "own").write_text(own)
@@ -50,8 +50,8 @@ def system(tmp_path, monkeypatch):
 )
 def test_what_is_free_is_the_least_that_machine_and_groups_leave(system, own, groups, free):
     system(own, groups)
-    assert free_memory.free_host_bytes() == free * MIB
+    assert host_memory.free_host_bytes() == free * MIB
 
 
 def test_here_some_memory_is_free():
-    assert free_memory.free_host_bytes() > MIB
+    assert host_memory.free_host_bytes() > MIB

@@ -73,7 +73,7 @@ def test_models_that_fit_take_turns_without_a_load_and_each_rank_says_what_it_ha
     assert models_of(running) == [[B, A]] * 2
     assert [held.host_bytes for rank in report.ranks for held in rank.memory.models] == [30 << 20] * 4
     assert all(rank.resident_bytes > 50 << 20 for rank in report.ranks) and report.bytes_on("cpu") == 120 << 20
-    assert report.memory.startswith("each of 2 ranks: fake?name=b&bytes=31457280 30 MiB of host memory, fake?name=a")
+    assert report.memory.startswith("each of 2 ranks: fake?name=b&bytes=31457280 30.0 MiB of host memory, fake?name=a")
 
 
 def test_the_model_used_longest_ago_makes_room_on_every_rank():

@@ -175,7 +175,7 @@ def test_loras_and_plan_are_not_part_of_what_is_loaded_and_the_rest_is():
 
 
 @pytest.mark.parametrize(
-    ("amount", "limit"), [("auto", 700), ("0.25", 250), ("1", 1000), ("2KB", 2048), ("1.5MiB", 1536 * 1024), ("0", 0)]
+    ("amount", "limit"), [("auto", 700), ("0.25", 250), ("1.0", 1000), ("2KB", 2048), ("1.5MiB", 1536 * 1024), ("0", 0)]
 )
 def test_amounts(amount, limit):
     assert limit_of(amount, free=1000) == limit
@@ -187,6 +187,12 @@ def test_amounts(amount, limit):
         ({"device": "lots"}, "OUTRIGGER_KEEP_DEVICE 'lots' is not one of: auto, a part"),
         ({"host": "-1"}, "OUTRIGGER_KEEP_HOST '-1'"),
         ({"prompts": "auto"}, "OUTRIGGER_KEEP_PROMPTS 'auto' is not one of: an amount"),
+        ({"device": "1"}, "OUTRIGGER_KEEP_DEVICE '1' is not one of: auto, a part such as 0.5 .1.0 for all"),
+        ({"host": "١٢GB"}, "OUTRIGGER_KEEP_HOST '١٢GB' is not one of"),
+        ({"host": "0.٥"}, "OUTRIGGER_KEEP_HOST '0.٥' is not one of"),
+        ({"prompts": "²MB"}, "OUTRIGGER_KEEP_PROMPTS '²MB' is not one of"),
+        ({"idle_minutes": "١٢"}, "OUTRIGGER_IDLE_MINUTES '١٢' is not a number of minutes such as 60"),
+        ({"idle_minutes": "1e3"}, "OUTRIGGER_IDLE_MINUTES '1e3' is not a number of minutes such as 60"),
         ({"idle_minutes": -1.0}, "greater than or equal to 0"),
     ],
 )
@@ -198,6 +204,7 @@ def test_what_is_no_amount_is_refused_by_the_name_of_its_variable(fields, words)
 def test_settings_come_from_the_environment():
     variables = {"OUTRIGGER_KEEP_HOST": "2GB", "OUTRIGGER_IDLE_MINUTES": "0.5", "OUTRIGGER_KEEP_DEVICE": ""}
     assert KeepSettings.from_environment(variables) == KeepSettings(host="2GB", idle_minutes=0.5)
+    assert KeepSettings.from_environment(variables, host="0").host == "0"
 
 
 def test_memory_that_modules_share_counts_once_and_what_is_in_no_memory_not_at_all():

@@ -11,6 +11,9 @@ import psutil
 import pytest
 import torch
 
+from runtime.__main__ import main
+from runtime.client import Sidecar
+from runtime.errors import SidecarError
 from runtime.folders import SHARED_MEMORY
 from runtime.protocol import (
     Decode,
@@ -232,3 +235,61 @@ def test_two_sidecars_side_by_side_do_not_mix(sidecar):
         assert results == [(2,), (3,)]
         assert not {p.pid for p in family_of(sidecar)} & {p.pid for p in family_of(other)}
     assert sidecar.alive and run(sidecar, sample())
+
+
+ODD = [
+    ("KEEP_DEVICE", "1"),
+    ("KEEP_HOST", "١٢GB"),
+    ("KEEP_PROMPTS", "auto"),
+    ("IDLE_MINUTES", "²"),
+    ("POOL_BYTES", "١٢"),
+    ("POOL_BYTES", "²"),
+    ("POOL_BYTES", "9" * 5000),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), ODD)
+def test_a_variable_with_an_odd_value_is_refused_in_words_where_a_sidecar_is_to_start(monkeypatch, capsys, name, value):
+    monkeypatch.setenv(f"OUTRIGGER_{name}", value)
+    with pytest.raises(ValueError, match=f"^OUTRIGGER_{name} '{value[:3]}.* is not (one of|a number of)") as refusal:
+        Sidecar.start(log=print, command=("no-such-program",))
+    assert len(str(refusal.value)) < 200
+    assert main(["serve"]) == 1 and f"OUTRIGGER_{name}" in capsys.readouterr().err
+
+
+def test_status_in_the_midst_of_a_call_tells_of_it_and_the_call_goes_on(sidecar):
+    request, seen = sample("fake?step=0.1", steps=4), []
+    for event in sidecar.call(request, interrupted=lambda: bool(sidecar.status().pid) and False):
+        seen.append(event)
+        if steps_of([event]) == [1]:
+            assert sidecar.status().busy == request.job and sidecar.free() is None
+    assert steps_of(seen) == [1, 2, 3, 4] and torch.equal(seen[-1].latent, request.latent * 2)
+
+
+def test_a_call_within_a_call_of_the_same_thread_is_refused_at_once(sidecar):
+    for event in sidecar.call(sample("fake?step=0.1"), interrupted=never):
+        if steps_of([event]) == [1]:
+            with pytest.raises(SidecarError, match="a call of this thread is under way"):
+                run(sidecar, sample())
+    assert run(sidecar, sample())
+
+
+def test_status_of_another_thread_waits_for_the_call_to_end(sidecar):
+    told = []
+    for event in sidecar.call(sample("fake?step=0.1"), interrupted=never):
+        if steps_of([event]) == [1]:
+            asking = threading.Thread(target=lambda: told.append(sidecar.status().busy))
+            asking.start()
+        assert not told
+    asking.join(30)
+    assert told == [""]
+
+
+def test_a_sidecar_can_be_closed_in_the_midst_of_a_call():
+    with fake_sidecar() as doomed:
+        with pytest.raises(SidecarError, match="has ended"):
+            for event in doomed.call(sample("fake?step=0.1"), interrupted=never):
+                if steps_of([event]) == [1]:
+                    started = time.monotonic()
+                    doomed.close()
+        assert time.monotonic() - started < 5

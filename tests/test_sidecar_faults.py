@@ -89,6 +89,25 @@ def test_memory_that_runs_out_is_marked_as_such(sidecar):
     assert run(sidecar, sample())
 
 
+@pytest.mark.parametrize(
+    ("how", "says"), [("allocator", "tried to allocate 1.0 PiB"), ("file", "x.safetensors cannot be read")]
+)
+def test_host_memory_that_runs_out_on_one_rank_is_told_with_values_and_a_way_out(sidecar, how, says):
+    run(sidecar, sample(ranks=2))
+    before = [psutil.Process(pid) for pid in rank_pids(sidecar)]
+    error, seconds = failure_of(sidecar, sample(f"fake?memory=1&how={how}", ranks=2))
+    assert isinstance(error, SidecarError) and error.out_of_memory and error.rank == 1 and seconds < 15
+    assert says in str(error) and "out of memory on cpu" in str(error) and "of host memory are free" in str(error)
+    assert "Use a smaller picture, fewer frames, a smaller batch or offload disk (Configure Memory)" in str(error)
+    assert not still_there(before, within=5)
+    assert steps_of(run(sidecar, sample(ranks=2))) == [1, 2, 3]
+
+
+def test_a_rank_that_runs_out_of_memory_before_it_can_tell_is_marked_as_well(sidecar):
+    error, _ = failure_of(sidecar, sample("fake?exit=1&says=MemoryError", ranks=2))
+    assert error.out_of_memory and "exit status 7" in str(error) and run(sidecar, sample())
+
+
 def test_a_rank_that_ends_itself_is_reported_with_its_last_lines(sidecar):
     error, _ = failure_of(sidecar, sample("fake?exit=1", ranks=2))
     assert error.rank == 1 and "exit status 7" in str(error) and "about to end" in str(error)

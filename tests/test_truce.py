@@ -76,7 +76,7 @@ def test_what_would_give_comfyuis_device_nothing_is_left_loaded(pack, stand_in):
     ("devices", "sizes", "line"),
     [
         ((), {}, ""),
-        (("cpu",), {"host_mib": 24}, "memory: wan.safetensors 24 MiB of host memory"),
+        (("cpu",), {"host_mib": 24}, "memory: wan.safetensors 24.0 MiB of host memory"),
         (("cuda:0", "cuda:1"), {"device_mib": 1536, "host_mib": 2}, "each of 2 ranks: wan.safetensors 1.5 GiB and 2.0 MiB of host memory"),
         (("cuda:0",), {}, "memory: no model"),
     ],

@@ -25,8 +25,9 @@ from ..pipeline import Pipeline
 from ..progress import ignore_progress
 from ..release import release_memory
 from ..settings import ModelSettings
+from ..units import in_units
 from .memory_watch import MemoryWatch
-from .offload import MIB, Size, write_model
+from .offload import Size, write_model
 from .sides import needs_proc, run_forks, tell
 
 MODULE = "runtime.bench.load"
@@ -69,14 +70,14 @@ def described(figures: dict[str, Any]) -> str:
     """The figures for a reader."""
     read, size, base = (figures[name] for name in ("sequential_read_seconds", "file_bytes", "base_bytes"))
     lines = [
-        f"  {plan} {RANKS}: {each['seconds']:.2f} s, {each['seconds'] / read:.2f} times; peak {each['peak_bytes'] / MIB:.0f} MiB, "
+        f"  {plan} {RANKS}: {each['seconds']:.2f} s, {each['seconds'] / read:.2f} times; peak {in_units(each['peak_bytes'])}, "
         f"{each['peak_bytes'] / size:.3f} times the file in all, {(each['peak_bytes'] - base) / size:.3f} without the ranks' own"
         for plan, each in figures["plans"].items()
     ]
     return "\n".join(
         [
-            f"A file of {size / MIB:.0f} MiB is read from start to end in {read:.2f} s; loaded onto {RANKS} ranks, which take "
-            f"{base / MIB:.0f} MiB without it:",
+            f"A file of {in_units(size)} is read from start to end in {read:.2f} s; loaded onto {RANKS} ranks, which take "
+            f"{in_units(base)} without it:",
             *lines,
         ]
     )

@@ -30,13 +30,13 @@ from ..pipeline import Pipeline
 from ..progress import ignore_progress
 from ..protocol import Conditioning, Sample
 from ..settings import MemorySettings, ModelSettings, SampleSettings
+from ..units import in_units
 from .memory_limit import limited_group, put_into
 from .sides import needs_proc, resident_bytes, run_sides, tell
 
 MODULE = "runtime.bench.offload"
 LIMIT_BYTES = 1 << 30
 ROUNDS = 3
-MIB = 1 << 20
 FROM_DISK = {"offload": "disk", "resident_blocks": "0", "prefetch": "1"}
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 SIDES = (16, 24, 32, 48, 64, 96)
@@ -109,7 +109,7 @@ def measure(*, size: Size = Size(), rounds: int = ROUNDS, limit: int = LIMIT_BYT
 
 def described(figures: dict[str, Any]) -> str:
     """The figures for a reader."""
-    sizes = {name: f"{value / MIB:.0f} MiB" for name, value in figures.items() if name.endswith("bytes")}
+    sizes = {name: in_units(value) for name, value in figures.items() if name.endswith("bytes")}
     limit = f"under a limit of {sizes['limit_bytes']}" if figures["is_limited"] else "(no limit could be set here)"
     ratio = figures["offload_step_seconds"] / figures["resident_step_seconds"]
     longer = "longer" if figures["block_seconds"] > figures["block_read_seconds"] else "NOT longer"

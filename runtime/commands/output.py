@@ -23,6 +23,11 @@ def refused(reason: str, error: Exception) -> dict[str, Any]:
     if hasattr(error, "nearest"):
         nearest = error.nearest
         answer |= {"nearest": nearest and nearest.degrees, "nearest_devices": nearest and nearest.devices}
+        offload, latent = error.smaller.offload, error.smaller.latent
+        answer |= {
+            "nearest_offload": offload and offload.offload,
+            "nearest_latent": latent and "x".join(map(str, latent)),
+        }
     return answer
 
 

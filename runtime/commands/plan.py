@@ -13,13 +13,15 @@ from ..needs import USUAL_BRANCHES
 from ..plan import plan_model
 from ..settings import ModelSettings
 from ..stored import FOUR_BIT
+from ..units import in_units
 from ..without_spec import pipeline_without_spec
 from ..workload import Workload
 from .flags import add_model_flags, add_output_flags, model_settings
 from .output import refused, show
 from .sizes import add_size_flags, latent_shape, size_of
 
-MIB = 1 << 20
+REFUSED = ("plan", "bytes_per_rank", "nearest", "nearest_devices", "nearest_offload", "nearest_latent")
+"""What there is nothing to print of where there is no plan, but for what the refusal names."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,12 +45,14 @@ def described(answer: dict[str, Any]) -> str:
         return f"No plan: {answer['reason']}"
     degrees = ", ".join(f"{axis} {degree}" for axis, degree in answer["plan"].items())
     sizes = (answer[name] for name in ("bytes_per_rank", "activation_bytes", "peak_bytes"))
-    weights, work, peak = (f"{size / MIB:.1f} MiB" if size else "not known" for size in sizes)
+    weights, work, peak = (in_units(size) if size else "not known" for size in sizes)
+    host = f"{in_units(answer['host_bytes'])} of host memory in all" if answer["host_bytes"] else ""
     lines = [
         degrees,
         f"devices: {', '.join(answer['devices'])}",
         f"weights on each rank: {weights}",
         f"what a step works with beside them (latent {answer['latent']}): {work}; both: {peak}",
+        f"{host}, of which {in_units(answer['host_free'])} are free" if host and answer["host_free"] else host,
         answer["reason"],
         answer["kernels"],
     ]
@@ -59,10 +63,10 @@ def _answer(chosen: argparse.Namespace) -> dict[str, Any]:
     """What `--json` prints."""
     try:
         model = model_settings(chosen)
-        workload = _workload(chosen, model)
-        plan = plan_model(model, Machine.here(), workload=workload)
+        machine, workload = Machine.here(), _workload(chosen, model)
+        plan = plan_model(model, machine, workload=workload)
     except Refused as refusal:
-        nothing = dict.fromkeys(("plan", "bytes_per_rank", "nearest", "nearest_devices"))
+        nothing = dict.fromkeys(REFUSED)
         return nothing | refused(str(refusal), refusal)
     return {
         "ok": True,
@@ -71,6 +75,8 @@ def _answer(chosen: argparse.Namespace) -> dict[str, Any]:
         "bytes_per_rank": plan.bytes_per_rank,
         "activation_bytes": plan.activation_bytes,
         "peak_bytes": plan.peak_bytes,
+        "host_bytes": plan.host_bytes,
+        "host_free": machine.host.free,
         "latent": "x".join(map(str, workload.latent)) if workload else "of any size",
         "reason": plan.reason,
         "kernels": _kernels(model, plan.devices[0]),

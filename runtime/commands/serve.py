@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from ..pool import pool_limit
 from ..rank_settings import VARIABLES, KeepSettings
 from .flags import checked
 
@@ -31,8 +32,7 @@ def run(chosen: argparse.Namespace) -> int:
     """Serve until told to end."""
     from ..server import Server, run_server
 
-    given = {
-        variable: getattr(chosen, field) for field, variable in VARIABLES.items() if getattr(chosen, field) is not None
-    }
-    keep = checked(KeepSettings.from_environment, variables={**os.environ, **given})
+    given = {field: getattr(chosen, field) for field in VARIABLES if getattr(chosen, field) is not None}
+    checked(pool_limit)
+    keep = checked(KeepSettings.from_environment, variables=os.environ, **given)
     return run_server(Server(chosen.endpoint, keep=keep), stdin_guard=chosen.stdin_guard)
