@@ -177,7 +177,8 @@ def _check_names(shapes: Shapes, facts: ModelFacts) -> None:
             first = ", ".join(sorted(names)[:NAMED])
             raise Refused(
                 f"{where} {what} {len(names)} tensor{'s'[: len(names) > 1]} of {facts.spec.title}: {first}"
-                f"{' ...' if len(names) > NAMED else ''}. Download the file again, or choose a checkpoint of this family"
+                f"{' ...' if len(names) > NAMED else ''}: it is damaged, or a relative that is not available. Download the file "
+                f"again, or choose a checkpoint of this family"
             )
 
 

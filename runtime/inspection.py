@@ -134,11 +134,15 @@ def _file(path: Path) -> ModelFacts:
 
 
 def _unknown(path: Path, header: Mapping[str, TensorEntry]) -> str:
-    titles = "; ".join(family.title for family in FAMILIES.values())
+    first = ", ".join(sorted(header)[:NAMED])
     return (
-        f"{path} is of no architecture that is available. It has {len(header)} tensors such as "
-        f"{', '.join(sorted(header)[:NAMED])}; looked for those of: {titles}. Choose a file of one of these"
+        f"{path} is of no architecture that is available. It has {len(header)} tensors such as {first}; {_looked_for()}"
     )
+
+
+def _looked_for() -> str:
+    titles = "; ".join(family.title for family in FAMILIES.values())
+    return f"looked for those of: {titles}. Choose a file of one of these"
 
 
 def _attempt(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], layout: Layout) -> ModelFacts | Refused:
@@ -163,7 +167,10 @@ def _file_of(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], 
             )
     missing = [name for name in family.signature if name not in layout.names]
     if missing:
-        raise Refused(f"{path} looks like {family.title}, but lacks {', '.join(missing)}: download it again")
+        raise Refused(
+            f"{path} looks like {family.title}, but lacks {', '.join(missing)}: it is damaged, or a relative that is not "
+            f"available; {_looked_for()}"
+        )
     layout = layout.without(family.unused)
     names, shapes = layout.names, layout.shapes
     layout.check_once(path)

@@ -7,6 +7,7 @@ configurations. The files have no weights in them. `python -m tests.record_publi
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import diffusers
@@ -88,6 +89,16 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "HunyuanVideo 1.5 super resolution 720p": ("98 input", "HunyuanVideo15Transformer3DModel", {"in_channels": 98}),
     "Sana": ("looked for", "SanaTransformer2DModel", {}),
 }  # fmt: skip
+RELATIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Mage-Flow": ("128 input and 32 output", "QwenImageTransformer2DModel", {
+        "num_layers": 2, "in_channels": 128, "out_channels": 32, "joint_attention_dim": 2560}),
+    "Z-Image on pixels": ("a Z-Image of 3 channels", "ZImageTransformer2DModel", {"n_layers": 1, "in_channels": 3}),
+    "LongCat-Image": (r"lacks time_text_embed.*a relative.*looked for.*Qwen-Image", "LongCatImageTransformer2DModel", {
+        "num_layers": 1, "num_single_layers": 1}),
+    "Helios": ("Helios", "HeliosTransformer3DModel", {"num_layers": 1}),
+    "AnyFlow": ("AnyFlow", "AnyFlowTransformer3DModel", {"num_layers": 1}),
+}  # fmt: skip
+"""What has nearly the names of a family, or all of them, in a small size."""
 
 
 RECORDED = {layout: read_keys(layout) for layout in LAYOUTS}
@@ -157,6 +168,23 @@ def _plain(value: Any) -> Any:
 def test_a_checkpoint_that_is_not_run_is_refused_by_name_or_with_what_was_looked_for(layout, name, tmp_path):
     with pytest.raises(Refused, match=REFUSED[name][0]):
         inspect_model(write_file(tmp_path / "model.safetensors", shapes_of(layout, name)))
+
+
+@pytest.mark.parametrize("name", ["Flux.1 dev", "Chroma1", "Flux.2 dev", "HunyuanVideo 1.5 T2V 480p"])
+def test_a_file_that_a_newer_comfyui_saved_means_the_same(name, tmp_path):
+    """It calls the weight of every norm so, and not its scale."""
+    older = shapes_of("original", name)
+    newer = {re.sub(r"\.scale$", ".weight", stored): shape for stored, shape in older.items()}
+    assert older.keys() != newer.keys()
+    facts = [inspect_model(write_file(tmp_path / "model.safetensors", shapes)) for shapes in (older, newer)]
+    assert facts[0].shapes == facts[1].shapes and facts[0].config == facts[1].config
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_a_relative_is_not_taken_for_the_family_that_it_looks_like(name, tmp_path):
+    words, *built = RELATIVES[name]
+    with pytest.raises(Refused, match=words):
+        inspect_model(write_file(tmp_path / "model.safetensors", built_shapes(*built)))
 
 
 def test_a_file_of_two_models_is_refused_as_such(tmp_path):

@@ -29,8 +29,8 @@ RENAMES = (
     (r"^(transformer_blocks\.\d+)\.txt_mod\.lin\.", r"\1.norm1_context.linear."),
     (r"^(transformer_blocks\.\d+)\.(img_attn\.proj|processor\.proj_lora1)\.", r"\1.attn.to_out.0."),
     (r"^(transformer_blocks\.\d+)\.(txt_attn\.proj|processor\.proj_lora2)\.", r"\1.attn.to_add_out."),
-    (r"^(transformer_blocks\.\d+)\.img_attn\.norm\.(query|key)_norm\.scale$", r"\1.attn.norm_\2.weight"),
-    (r"^(transformer_blocks\.\d+)\.txt_attn\.norm\.(query|key)_norm\.scale$", r"\1.attn.norm_added_\2.weight"),
+    (r"^(transformer_blocks\.\d+)\.img_attn\.norm\.(query|key)_norm\.(scale|weight)$", r"\1.attn.norm_\2.weight"),
+    (r"^(transformer_blocks\.\d+)\.txt_attn\.norm\.(query|key)_norm\.(scale|weight)$", r"\1.attn.norm_added_\2.weight"),
     (r"^(transformer_blocks\.\d+)\.img_mlp\.", r"\1.ff."),
     (r"^(transformer_blocks\.\d+)\.txt_mlp\.", r"\1.ff_context."),
     (r"^(transformer_blocks\.\d+\.ff(_context)?)\.0\.", r"\1.net.0.proj."),
@@ -38,11 +38,12 @@ RENAMES = (
     (r"^single_blocks\.", "single_transformer_blocks."),
     (r"^(single_transformer_blocks\.\d+)\.modulation\.lin\.", r"\1.norm.linear."),
     (r"^(single_transformer_blocks\.\d+)\.(linear2|processor\.proj)\.", r"\1.proj_out."),
-    (r"^(single_transformer_blocks\.\d+)\.norm\.(query|key)_norm\.scale$", r"\1.attn.norm_\2.weight"),
+    (r"^(single_transformer_blocks\.\d+)\.norm\.(query|key)_norm\.(scale|weight)$", r"\1.attn.norm_\2.weight"),
     (r"\.norm_(added_)?query\.weight$", r".norm_\1q.weight"),
     (r"\.norm_(added_)?key\.weight$", r".norm_\1k.weight"),
 )
-"""From Black Forest Labs' names, and from those that xlabs' LoRAs have for some layers (`processor`)."""
+"""From Black Forest Labs' names, of which newer ComfyUIs save the scales of norms as weights, and from those that xlabs' LoRAs
+have for some layers (`processor`)."""
 
 DOUBLE, SINGLE = r"transformer_blocks\.\d+", r"single_transformer_blocks\.\d+"
 FUSED = (

@@ -91,7 +91,10 @@ LUMINA2 = FamilySpec(
         "layers.0.feed_forward.linear_1.weight",
         "norm_out.linear_2.weight",
     ),
-    variants=(Variant("NewBie", "clip_text_pooled_proj.0.weight"),),
+    variants=(
+        Variant("NewBie", "clip_text_pooled_proj.0.weight"),
+        Variant("OmniGen2", "ref_image_patch_embedder.weight"),
+    ),
     renames=RENAMES,
     fused=(
         Fused(

@@ -43,12 +43,18 @@ def unsupported_config(config: Mapping[str, Any]) -> str:
         return "Qwen-Image-Layered"
     if config.get("zero_cond_t"):
         return "Qwen-Image-Edit 2511"
-    return ""
+    return _of_other_channels(config)
 
 
 def not_2511(config: Mapping[str, Any]) -> str:
     """What a configuration is when it is not Qwen-Image-Edit 2511; empty when it is."""
-    return "" if config.get("zero_cond_t") else unsupported_config(config) or QWEN.title
+    return _of_other_channels(config) if config.get("zero_cond_t") else unsupported_config(config) or QWEN.title
+
+
+def _of_other_channels(config: Mapping[str, Any]) -> str:
+    """What a configuration is when it works on other latents, as Mage-Flow's does; empty when it does not."""
+    channels = config.get("in_channels", 64), config.get("out_channels") or 16
+    return "" if channels == (64, 16) else "a Qwen-Image of {} input and {} output channels".format(*channels)
 
 
 TINY = MappingProxyType(

@@ -27,6 +27,10 @@ VARIANTS = (
     Variant("Wan 2.2 Animate", "face_adapter.fuser_blocks.0.k_norm.weight"),
     Variant("Wan 2.2 Animate", "face_adapter.0.norm_k.weight"),
     Variant("Wan Fun with a reference image", "ref_conv.weight"),
+    Variant("WanDancer", "patch_embedding_global.weight"),
+    Variant("Wan SCAIL", "patch_embedding_pose.weight"),
+    Variant("Helios", "patch_long.weight"),
+    Variant("AnyFlow", "condition_embedder.delta_embedder.linear_1.weight"),
 )
 
 # In the original layout norm3 stands before norm2: the norm of cross attention is norm3 there and norm2 in diffusers.

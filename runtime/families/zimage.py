@@ -53,7 +53,10 @@ def config_from(shapes: Shapes) -> dict[str, Any]:
 
 def unsupported_config(config: Mapping[str, Any]) -> str:
     """What a configuration is when it is not Z-Image; empty when it is."""
-    return "Z-Image Omni" if config.get("siglip_feat_dim") else ""
+    if config.get("siglip_feat_dim"):
+        return "Z-Image Omni"
+    channels = config.get("in_channels", LATENT.channels)
+    return "" if channels == LATENT.channels else f"a Z-Image of {channels} channels"
 
 
 TINY = MappingProxyType(
