@@ -11,13 +11,24 @@ import torch
 from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
-from runtime.protocol import Sample
+from runtime.protocol import Conditioning, Sample
 from runtime.settings import LoraSettings, ModelSettings, SampleSettings
+from tests import test_comfyui_models as pictures
+from tests import test_comfyui_videos as videos
 from tests.stock import ask_comfyui, relative_error
-from tests.test_comfyui_models import INPUTS, MODELS, PLAIN, REMADE, entry, full
+from tests.test_comfyui_models import PLAIN, REMADE, full
 
 pytestmark = pytest.mark.comfy
 
+VIDEOS = {"ltx": videos.MODELS["ltx"][1:], "hunyuan-1.5": videos.MODELS["hunyuan 1.5"][1:]}
+MODELS = pictures.MODELS | VIDEOS
+INPUTS = pictures.INPUTS | {
+    "words": videos.INPUTS["words"],
+    "no words": videos.INPUTS["no words"],
+    "mask of words": videos.INPUTS["mask of words"],
+    "ltx": torch.zeros(1, 128, 2, 3, 5),
+    "hunyuan-1.5": torch.zeros(1, 32, 2, 3, 5),
+}
 LIMIT = 1e-4
 STRENGTH = 0.7
 LAYOUTS = {
@@ -28,6 +39,8 @@ LAYOUTS = {
     "chroma": ("original", "PEFT"),
     "sd3": ("original", "kohya", "PEFT", "diffusers", "SimpleTuner", "OneTrainer"),
     "lumina2": ("original", "kohya"),
+    "ltx": ("original", "kohya"),
+    "hunyuan-1.5": ("original", "kohya", "PEFT", "original prefix, other names"),
 }
 LEFT_OUT = {
     "flux2": {"PEFT", "SimpleTuner", "OneTrainer", "original prefix, other names"},
@@ -49,7 +62,10 @@ CASES = [(family, layout) for family, layouts in LAYOUTS.items() for layout in l
 
 def case_of(family: str, layout: str) -> dict:
     prompt = {"positive": [["a", {"pooled_output": "pooled"}]]} if family == "chroma" else {}
-    picture = {"latent": "wide picture" if family == "flux2" else "picture"}
+    if family in VIDEOS:
+        options = {"pooled_output": None} | ({"attention_mask": "mask of words"} if family == "ltx" else {})
+        prompt = {"positive": [["words", options]], "negative": [["no words", options]]}
+    picture = {"latent": {"flux2": "wide picture", **{each: each for each in VIDEOS}}.get(family, "picture")}
     return full(
         {**PLAIN["part"], **prompt, **picture, "denoise": 1.0, "steps": 2, **FEW_STEPS.get((family, layout), {})}
     )
@@ -67,6 +83,7 @@ def stock(folder) -> dict[tuple[str, str], torch.Tensor]:
         kind, config = MODELS[family]
         config = {**config, "num_blocks": config["depth"]} if family == "sd3" else config  # as in every published one
         described = {"class": kind, "unet_config": config, "remade": REMADE.get(family, {})}
+        described |= {"metadata": {"config": json.dumps({"transformer": config})}} if family in VIDEOS else {}
         (folder / f"{family}.json").write_text(json.dumps(described))
     cases = [*CASES, *((family, "") for family in LAYOUTS)]
     samples = [
@@ -100,6 +117,12 @@ def load(folder, stock):
         return loaded[family]
 
     return load
+
+
+def entry(name: str, options: dict) -> Conditioning:
+    named = {"pooled_output": "pooled", "attention_mask": "attention_mask"}
+    fields = {field: INPUTS[options[key]] for key, field in named.items() if options.get(key)}
+    return Conditioning(embedding=INPUTS[name], guidance=options.get("guidance"), **fields)
 
 
 def sampled(pipeline: Pipeline, case: dict) -> torch.Tensor:

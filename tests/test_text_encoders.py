@@ -21,7 +21,7 @@ from runtime.encoders.text_loras import text_names
 from runtime.encoders.tokens import Tokenizer
 from runtime.errors import Refused
 from runtime.families import FAMILIES
-from runtime.families.texts import TextUse
+from runtime.families.texts import JOINED_WIDTH, TextUse
 from runtime.inspection import inspect_model
 from runtime.mesh import Mesh
 from runtime.parts import text_parts_of
@@ -92,10 +92,25 @@ def small_tokenizer() -> torch.Tensor:
 @pytest.mark.parametrize("family", CASES)
 def test_conditioning_and_names_of_loras_are_those_of_comfyui(stock, family):
     folder, results = stock
-    files = [str(folder / f"{family} {kind}.safetensors") for kind in reversed(CASES[family]["sizes"])]
+    encoder = check_conditioning(family, CASES[family], folder, results, f"texts.{list(CASES).index(family)}")
+    check_lora_names(encoder.model, json.loads(bytes(results[f"texts.{list(CASES).index(family)}.layers"].tolist())))
+
+
+@pytest.mark.full
+@pytest.mark.comfy
+def test_conditioning_of_all_three_encoders_is_that_of_comfyui(tmp_path):
+    """T5 as wide as it is published: the tokens of the two CLIPs are filled up to that."""
+    sizes = {**CASES["sd3"]["sizes"], "t5xxl": T5 | {"d_model": JOINED_WIDTH}}
+    case = {**CASES["sd3"], "arguments": {"t5": True, "dtype_t5": None}, "sizes": sizes}
+    results = ask_comfyui(tmp_path, texts=[{**case, "prompts": PROMPTS, "files": str(tmp_path / "sd3 ")}])
+    check_conditioning("sd3", case, tmp_path, results, "texts.0")
+
+
+def check_conditioning(family: str, case: dict, folder: Path, results: dict, of_case: str) -> TextEncoder:
+    """Each prompt is encoded as ComfyUI has done it; the encoder that did."""
+    files = [str(folder / f"{family} {kind}.safetensors") for kind in reversed(case["sizes"])]
     parts = dict(zip(WIDGETS, files, strict=False))
     encoder = encoder_of(ModelSettings(model=f"random:{family}", tokenizers=str(comfyui_path() / "comfy"), **parts))
-    of_case = f"texts.{list(CASES).index(family)}"
     for number, prompt in enumerate(PROMPTS):
         made = encoder.encode(prompt, progress=ignore_progress)
         told = {"tokens": made.embedding, "pooled": made.pooled, "mask": made.attention_mask}
@@ -103,7 +118,7 @@ def test_conditioning_and_names_of_loras_are_those_of_comfyui(stock, family):
         assert {key for key in told if told[key] is None} == {key for key in wanted if wanted[key] is None}
         for key in wanted:
             assert wanted[key] is None or relative_error(told[key].float(), wanted[key].float()) < LIMIT, (number, key)
-    check_lora_names(encoder.model, json.loads(bytes(results[f"{of_case}.layers"].tolist())))
+    return encoder
 
 
 def check_lora_names(model: torch.nn.ModuleDict, table: dict[str, str]) -> None:

@@ -44,6 +44,7 @@ RENAMES = (
     (rf"^({DOUBLE})\.txt_mod\.lin(ear)?\.", r"\1.norm1_context.linear."),
     (rf"^({DOUBLE})\.img_attn[._]proj\.", r"\1.attn.to_out.0."),
     (rf"^({DOUBLE})\.txt_attn[._]proj\.", r"\1.attn.to_add_out."),
+    (rf"^({DOUBLE})\.(img|txt)_attn_qkv\.", r"\1.\2_attn.qkv."),
     (rf"^({DOUBLE})\.img_attn_([qkv])\.", r"\1.attn.to_\2."),
     (rf"^({DOUBLE})\.txt_attn_([qkv])\.", r"\1.attn.add_\2_proj."),
     (rf"^({DOUBLE})\.(img|txt)_attn\.norm\.query_norm\.(scale|weight)$", r"\1.\2_attn_q_norm.weight"),
@@ -55,7 +56,7 @@ RENAMES = (
     (rf"^(({DOUBLE}|{REFINER})\.ff(_context)?)\.(0|fc1)\.", r"\1.net.0.proj."),
     (rf"^(({DOUBLE}|{REFINER})\.ff(_context)?)\.(2|fc2)\.", r"\1.net.2."),
 )
-"""From ComfyUI's names, which are Flux.1's, and the authors' own, which have query, key and value apart."""
+"""From ComfyUI's names, which are Flux.1's, the authors' own, which have query, key and value apart, and those of LoRAs."""
 FUSED = (
     Fused(
         rf"({REFINER})\.self_attn\.qkv",
