@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from .errors import Refused
-from .safetensors_header import MAX_DIMS, MAX_HEADER_BYTES, TensorEntry, what_it_is
-from .stored import BLOCKS
+from .safetensors_header import MAX_DIMS, MAX_HEADER_BYTES, TensorEntry, first_overlap, what_it_is
+from .stored import BLOCKS, IN_GRIDS
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT_KEY, SHAPE_KEY = "general.alignment", "comfy.gguf.orig_shape."
@@ -27,9 +28,11 @@ FORMATS = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
     12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
 PLAIN_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+MOST, MOST_TEXTS = 1 << 17, 1 << 20
+"""No file has more tensors or values, and no tokenizer more words."""
 
 
 class Damaged(Exception):
@@ -66,16 +69,26 @@ class _Header:
     def entries(self) -> dict[str, TensorEntry]:
         """What the header says of each tensor."""
         [version] = self._unpack("I")
+        if int.from_bytes(version.to_bytes(4, "big"), "little") in VERSIONS:
+            raise Refused("it is written in big-endian order, and little-endian order is read: download that one")
         if version not in VERSIONS:
             raise Refused(f"it is GGUF version {version}, but {' and '.join(map(str, VERSIONS))} are read")
         tensors, values = self._unpack("QQ")
+        if max(tensors, values) > MOST:
+            raise Damaged(f"its header should have {tensors} tensors and {values} values")
         for _ in range(values):
             self._take_value(self._text())
-        found = dict(self._tensor() for _ in range(tensors))
-        if not found or len(found) < tensors:
-            raise Damaged(f"it has {len(found)} tensors under {tensors} names")
+        found: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for name, described in (self._tensor() for _ in range(tensors)):
+            if found.setdefault(name, described) is not described:
+                raise Damaged(f"its header has tensor {name!r} more than once")
+        if not found:
+            raise Damaged("it holds no tensors")
         start = -(-self._place // self._alignment) * self._alignment
-        return {name: self._entry(name, *described, start) for name, described in found.items()}
+        entries = {name: self._entry(name, *described, start) for name, described in found.items()}
+        if overlap := first_overlap(entries):
+            raise Damaged(f"its tensors {overlap[0]!r} and {overlap[1]!r} share bytes")
+        return entries
 
     def _unpack(self, packed: str) -> tuple[Any, ...]:
         place, self._place = self._place, self._place + struct.calcsize(f"<{packed}")
@@ -112,6 +125,8 @@ class _Header:
 
     def _items(self, kind: int, count: int, *, keep: bool) -> tuple[Any, ...]:
         if kind == STRING:
+            if count > MOST_TEXTS:
+                raise Damaged(f"it has a list of {count} texts")
             for _ in range(count):
                 self._skip(*self._unpack("Q"))
             return ()
@@ -140,13 +155,20 @@ class _Header:
             raise Refused(
                 f"tensor {name!r} is {named}, which is not read. There are: {', '.join([*PLAIN_BYTES, *BLOCKS])}"
             )
+        if named in IN_GRIDS and find_spec("gguf") is None:
+            raise Refused(
+                f"tensor {name!r} is {named}, whose tables are in the package gguf: install it (python -m pip install gguf), or "
+                f"choose a file without IQ1, IQ2 and IQ3"
+            )
         block = BLOCKS.get(named)
         if block and (not shape or shape[-1] % block.elements):
             raise Damaged(f"tensor {name!r} is {named} {shape}, which is no whole number of blocks")
         count = math.prod(shape)
         nbytes = count // block.elements * block.nbytes if block else count * PLAIN_BYTES[named]
         first = start + offset
-        if offset % self._alignment or first + nbytes > self._size:
+        if offset % self._alignment:
+            raise Damaged(f"tensor {name!r} is at byte {offset} of the data, which is no multiple of {self._alignment}")
+        if first + nbytes > self._size:
             raise Damaged(f"tensor {name!r} is {nbytes} bytes at byte {first}, but the file has {self._size}")
         original = self._shapes.get(name, shape)
         if math.prod(original) != count or any(type(size) is not int or size < 0 for size in original):

@@ -20,6 +20,8 @@ from .errors import Refused
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 MAX_DIMS = 16
+MAX_ITEMS = 1 << 22
+"""No header has more lists, tables or items of them: each takes memory, whatever it is."""
 METADATA = "__metadata__"
 DTYPE = re.compile(r"BOOL|[A-Z]{1,2}(?P<bits>[1-9][0-9]?)(_[A-Z0-9]+)?")
 """Such as F32, BF16 and F8_E4M3."""
@@ -98,6 +100,8 @@ def first_overlap(entries: Mapping[str, TensorEntry]) -> tuple[str, str] | None:
 
 
 def _decoded(path: Path, raw: bytes) -> dict[str, Any]:
+    if max(map(raw.count, (b"[", b"{", b","))) > MAX_ITEMS:
+        raise Refused(f"{path} is damaged: its header is no table of tensors. Download it again")
     twice: list[str] = []
 
     def as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -31,9 +31,14 @@ class Block(NamedTuple):
 BLOCKS: Mapping[str, Block] = {
     "Q8_0": Block(32, 34), "Q5_1": Block(32, 24), "Q5_0": Block(32, 22), "Q4_1": Block(32, 20), "Q4_0": Block(32, 18),
     "Q6_K": Block(256, 210), "Q5_K": Block(256, 176), "Q4_K": Block(256, 144), "Q3_K": Block(256, 110),
-    "Q2_K": Block(256, 84),
+    "Q2_K": Block(256, 84), "IQ4_XS": Block(256, 136), "IQ4_NL": Block(32, 18), "IQ3_S": Block(256, 110),
+    "IQ3_XXS": Block(256, 98), "IQ2_S": Block(256, 82), "IQ2_XS": Block(256, 74), "IQ2_XXS": Block(256, 66),
+    "IQ1_M": Block(256, 56), "IQ1_S": Block(256, 50), "MXFP4": Block(32, 17), "NVFP4": Block(64, 36),
+    "TQ2_0": Block(256, 66), "TQ1_0": Block(256, 54),
 }  # fmt: skip
 """The formats of GGUF that are read, each by its name there, which is the kind of its core too."""
+IN_GRIDS = ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S")
+"""Those of them whose tables come from the package `gguf`."""
 
 
 def shared_features(kind: str) -> int:

@@ -45,11 +45,31 @@ def random_blocks(shape: tuple[int, ...], kind: str, *, seed: int = 0) -> np.nda
         "Q2_K": (80, 82),
         "Q5_1": (0, 2),
         "Q4_1": (0, 2),
+        "TQ1_0": (52,),
+        "TQ2_0": (64,),
+        "MXFP4": (),
+        "NVFP4": (),
+        "IQ1_M": (),
     }.get(kind, (0,))
-    size = SCALE / {"Q6_K": 500, "Q5_K": 300, "Q4_K": 200, "Q3_K": 60, "Q2_K": 20, "Q8_0": 60}.get(kind, 8)
+    size = SCALE / {
+        "Q6_K": 500,
+        "Q5_K": 300,
+        "Q4_K": 200,
+        "Q3_K": 60,
+        "Q2_K": 20,
+        "Q8_0": 60,
+        "IQ4_XS": 900,
+        "IQ3_S": 100,
+    }.get(kind, 8)
     for place in places:
         scales = generator.uniform(size / 2, size, (count, 1)).astype(np.float16)
         blocks[:, place : place + 2] = scales.view(np.uint8)
+    if kind == "MXFP4":
+        blocks[:, 0] = generator.integers(114, 118, count)
+    if kind == "NVFP4":
+        blocks[:, :4] &= 31
+    if kind == "IQ1_M":
+        blocks[:, 55] = blocks[:, 55] & 15 | 16  # the upper bits of its scale
     return blocks.reshape(*shape[:-1], shape[-1] // block.elements * block.nbytes)
 
 

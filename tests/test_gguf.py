@@ -100,6 +100,25 @@ def test_weights_stay_packed_and_stand_for_the_packages_numbers(files, kind):
     assert len(cores) == 2 * 10 + 1  # the Linears of both blocks, and the modulation of time
 
 
+@pytest.mark.parametrize("kind", ["IQ4_XS", "IQ3_S"])
+def test_formats_of_codebooks_and_grids_give_the_latent_of_their_numbers(kind, tmp_path):
+    numbers = write_wan(tmp_path / "coded.gguf", kind)
+    save_file({name: torch.from_numpy(array.copy()) for name, array in numbers.items()}, tmp_path / "plain.safetensors")
+    coded = sample(tmp_path / "coded.gguf")
+    assert relative_error(coded, sample(tmp_path / "plain.safetensors")) < 1e-6
+    for result in run_as_threads({"tensor": 2}, lambda mesh: sample(tmp_path / "coded.gguf", mesh)):
+        assert relative_error(result, coded) < 2e-6
+
+
+def test_without_the_package_the_formats_of_its_tables_are_refused_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr("runtime.gguf_header.find_spec", lambda name: None)
+    path = write_tensors(tmp_path / "some.gguf", {"a": (random_blocks((2, 256), "IQ4_NL"), "IQ4_NL")})
+    assert read_gguf(path)["a"].dtype == "IQ4_NL"
+    path = write_tensors(tmp_path / "some.gguf", {"a": (random_blocks((2, 256), "IQ2_S"), "IQ2_S")})
+    with pytest.raises(Refused, match=r"'a' is IQ2_S, whose tables are in the package gguf: install it"):
+        read_gguf(path)
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
 def test_every_plan_and_offload_gives_the_latent_of_the_numbers(files, kind, tmp_path):
     path, numbers = files[kind]
@@ -180,11 +199,14 @@ def value(key: bytes, kind: int, packed: bytes) -> bytes:
         (b"once upon a time", "but a text file"),
         (b"", "not a .gguf file"),
         (b"GGUF", "goes on beyond"),
-        (header(version=0x03000000), "version 50331648"),
-        (header(tensors=1 << 60), "goes on beyond"),
-        (header(values=1 << 60), "goes on beyond"),
+        (header(version=0x03000000), "big-endian"),
+        (header(version=7), "it is GGUF version 7, but 2 and 3 are read"),
+        (header(tensors=1 << 60), f"should have {1 << 60} tensors"),
+        (header(values=1 << 60), f"and {1 << 60} values"),
+        (header(tensors=1 << 16), "goes on beyond"),
+        (header(values=1 << 16), "goes on beyond"),
         (header(values=1, rest=value(b"k", 9, struct.pack("<IQ", 4, 1 << 62))), "go on beyond"),
-        (header(values=1, rest=value(b"k", 9, struct.pack("<IQ", 8, 1 << 62))), "goes on beyond"),
+        (header(values=1, rest=value(b"k", 9, struct.pack("<IQ", 8, 1 << 62))), f"a list of {1 << 62} texts"),
         (header(values=1, rest=value(b"k", 9, struct.pack("<IQ", 9, 1))), "value of type 9"),
         (header(values=1, rest=value(b"k", 77, b"")), "value of type 77"),
         (header(values=1, rest=value(b"general.alignment", 4, struct.pack("<I", 0))), "aligned to 0"),
@@ -193,11 +215,12 @@ def value(key: bytes, kind: int, packed: bytes) -> bytes:
         (header(rest=tensor(dims=(1,) * 99)), "99 dims"),
         (header(rest=tensor(dims=(1 << 40, 1 << 40))), "but the file has"),
         (header(rest=tensor(dims=(33,))), "no whole number of blocks"),
-        (header(rest=tensor(offset=8)), "bytes at byte"),
+        (header(rest=tensor(offset=8)), "at byte 8 of the data, which is no multiple of 32"),
+        (header(tensors=2, rest=tensor() + tensor(b"b") + b"\0" * 99), "tensors 'a' and 'b' share bytes"),
         (header(rest=tensor(offset=1 << 50)), "but the file has"),
-        (header(rest=tensor(number=22)), "is IQ2_S, which is not read. There are: F32"),
+        (header(rest=tensor(number=26)), "is I32, which is not read. There are: F32"),
         (header(rest=tensor(number=99)), "of format 99"),
-        (header(tensors=2, rest=tensor() + tensor() + b"\0" * 99), "1 tensors under 2"),
+        (header(tensors=2, rest=tensor() + tensor() + b"\0" * 99), "tensor 'a' more than once"),
         (
             header(
                 values=1,
