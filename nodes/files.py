@@ -103,10 +103,12 @@ def find_all(
 
 
 def stamp(paths: dict[str, str]) -> str:
-    """Changes when a file, or a file of a folder, changes: path, size and time of change of each."""
+    """Changes when a file, or a file of a folder, changes: path, number, size and time of change of each."""
     files = [file for path in paths.values() if os.path.isabs(path) for file in _files_of(Path(path))]
     stats = sorted(
-        (os.fsencode(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]
+        (os.fsencode(file), status.st_ino, status.st_size, status.st_mtime_ns)
+        for file in files
+        for status in [file.stat()]
     )
     return hashlib.sha256(repr(stats).encode()).hexdigest()
 

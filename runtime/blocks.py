@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .errors import Refused
+from .loaded_files import AGAIN
 from .offload.slots import Slot, SlotFiller
 from .offload.weights import BlockWeights
 
@@ -99,7 +100,7 @@ class BlockRunner:
         try:
             self._filler.wait(slot)
         except OSError as error:
-            refused = Refused(f"the weights of a block cannot be read from their file: {error}")
+            refused = Refused(f"the weights of a block cannot be read from their file: {error}; {AGAIN}")
             if not self._others_wait:
                 raise refused from error
             refused.__cause__ = error  # which tells what memory has to do with it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -24,8 +25,11 @@ from runtime.progress import ignore_progress
 from runtime.reading import WeightFile
 from runtime.settings import LoraSettings, MemorySettings, ModelSettings
 from runtime.tiny_shapes import MODEL_FOLDER
+from tests.gguf_files import write_wan
 from tests.lora_files import Draw, kohya
 from tests.ranks import Case, relative_error, run_as_threads, run_on_one, sample_request
+from tests.test_experts import write_expert
+from tests.test_nunchaku_file import write_both
 from tests.test_offload import case as case  # a fixture: a model of three layers in a folder
 
 SAME = 2e-6
@@ -171,6 +175,51 @@ def test_what_was_converted_needs_its_file_no_more(case, tmp_path):
 
 
 @of_wan
+def shards(folder: Path) -> tuple[Case, list[Path]]:
+    """A model in two files."""
+    weights = load_file(write_expert(folder / "whole", seed=1) / WEIGHTS)
+    parts = {f"part-{number}.safetensors": list(weights)[number::2] for number in range(2)}
+    for name, names in parts.items():
+        save_file({each: weights[each] for each in names}, folder / name)
+    index = {"weight_map": {each: name for name, names in parts.items() for each in names}}
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    shutil.copy(folder / "whole" / "config.json", folder)
+    return Case(model=str(folder), family="wan", steps=1), [folder / name for name in parts]
+
+
+def blocks(folder: Path) -> tuple[Case, list[Path]]:
+    """A GGUF file."""
+    write_wan(folder / "wan.gguf", "Q8_0")
+    return Case(model=str(folder / "wan.gguf"), family="wan", steps=1), [folder / "wan.gguf"]
+
+
+def four_bits(folder: Path) -> tuple[Case, list[Path]]:
+    """A file of Nunchaku's."""
+    _, packed = write_both(folder)
+    return Case(model=str(packed), family="flux", latent=(1, 16, 8, 8), steps=1), [packed]
+
+
+@pytest.mark.parametrize("way", ["none", "disk"])
+@pytest.mark.parametrize("written", [shards, blocks, four_bits])
+def test_every_file_of_a_model_is_looked_at(written, way, tmp_path):
+    case, paths = written(tmp_path)
+    for path in paths:
+        pipeline = load(Path(case.model), way, Mesh.single())
+        os.utime(path)
+        with pytest.raises(Refused, match=f"{path.name} has been written to.*queue the prompt again"):
+            pipeline.sample(sample_request(case), progress=ignore_progress)
+        assert path.name in pipeline.changed
+
+
+def test_the_files_of_both_experts_are_looked_at(tmp_path):
+    pair = [write_expert(tmp_path / name, seed=seed) for seed, name in enumerate(("high", "low"))]
+    settings = ModelSettings(model=str(pair[0]), model_low_noise=str(pair[1]), boundary=0.9)
+    pipeline = Pipeline.load(settings, mesh=Mesh.single(), progress=ignore_progress)
+    for folder in reversed(pair):
+        os.utime(folder / WEIGHTS, ns=(1, 1))
+        assert str(folder / WEIGHTS) in pipeline.changed
+
+
 def test_a_file_replaced_while_it_is_read_is_refused_by_every_rank(case, tmp_path, monkeypatch):
     path, other = copied(case, tmp_path)
     read, left = WeightFile.part, [lambda: put_in_place(path, other)]

@@ -348,6 +348,11 @@ def test_a_file_replaced_by_an_older_one_of_the_same_size_is_another_model(pack,
     before = pack.files.stamp(paths)
     os.utime(model, (2000, 2000))
     assert pack.files.stamp(paths) != before
+    before, other = pack.files.stamp(paths), model.with_name("other.new")
+    other.write_bytes(model.read_bytes()[::-1])
+    os.utime(other, (2000, 2000))
+    other.replace(model)  # of the same time as well
+    assert pack.files.stamp(paths) != before
 
 
 # LoRA

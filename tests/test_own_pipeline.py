@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +134,18 @@ def test_a_cancel_ends_it_at_the_next_step_and_it_samples_again(folder, pipeline
         pipeline.sample(request(folder), progress=stop)
     assert seen == [(0, STEPS), (1, STEPS), (2, STEPS)]
     assert pipeline.sample(request(folder), progress=ignore_progress).isfinite().all()
+
+
+def test_a_file_that_is_written_to_ends_the_run_that_reads_from_it(folder, tmp_path):
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    pipeline = load_pipeline(ModelSettings(model=str(copy)), mesh=Mesh.single(), progress=ignore_progress)
+    assert not pipeline.changed
+    os.utime(next(copy.glob("transformer/*.safetensors")))
+    with pytest.raises(Refused, match="has been written to, while the model ran from it"):
+        pipeline.sample(request(copy), progress=ignore_progress)
+    with pytest.raises(Refused, match="has been written to, while the model ran from it"):
+        pipeline.decode(torch.zeros(1, 4, 8, 8), progress=ignore_progress)
+    assert "has been written to" in pipeline.changed
 
 
 def widgets(**changed) -> dict:

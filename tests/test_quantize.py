@@ -146,6 +146,22 @@ def test_a_model_is_quantised_once_and_not_onto_itself(made, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["expert"]
 
 
+@pytest.mark.full
+def test_a_model_that_is_replaced_while_it_is_quantised_is_told_of(tmp_path):
+    expert, out = write_expert(tmp_path / "expert", seed=1), tmp_path / "out.safetensors"
+    path = expert / "diffusion_pytorch_model.safetensors"
+    left = [path.with_name("new")]
+
+    def replace(stage, step, total, **others):
+        if stage == "quantizing" and left:
+            left[0].write_bytes(path.read_bytes())
+            left.pop().replace(path)
+
+    with pytest.raises(Refused, match="has been replaced by another file, while it was quantised"):
+        quantize(quantize_settings(model=str(expert)), out, progress=replace)
+    assert not left and not out.exists()
+
+
 def test_a_job_that_was_killed_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
     (tmp_path / "prompts.txt").write_text("one\ntwo\n")
     flags = ["--model", "random:wan", "--steps", "1", "--tokens", "64", "--rank", "16", "--size", "64", "--json"]

@@ -16,6 +16,7 @@ from ..errors import Refused
 from ..families.written import PackedLinear
 from ..inspection import ModelFacts, inspect_model
 from ..layouts import block_spans
+from ..loaded_files import LoadedFiles
 from ..mesh import Mesh
 from ..pipeline import Pipeline
 from ..progress import ReportProgress
@@ -98,7 +99,7 @@ def _check(facts: ModelFacts, out: Path) -> None:
 def _made(
     settings: QuantizeSettings, facts: ModelFacts, folder: Path, out: Path, progress: ReportProgress
 ) -> list[LayerReport]:
-    form = FORMATS[settings.kind]
+    form, files = FORMATS[settings.kind], LoadedFiles.of(source.path for source in facts.sources)
     model, shapes = build_transformer(facts)
     linears = facts.spec.packed_linears(
         {name: module.out_features for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
@@ -113,6 +114,8 @@ def _made(
             for name in _told(linears, progress)
         ]
         modulations = round_modulations(facts, weights, folder)
+        if changed := files.changed:
+            raise Refused(f"{changed}, while it was quantised: delete {folder}, and give the same command again")
         assemble(out, folder, facts, weights, linears, modulations, metadata=metadata_of(facts, settings.rank, form))
     shutil.rmtree(folder)
     return reports
