@@ -188,7 +188,7 @@ class Pipeline:
                 seed=request.settings.seed,
                 cpu_noise_offset=request.cpu_noise_offset,
                 mask=mask,
-                keep_clean=bool(family.levels),
+                keep_clean=family.sees_kept_clean,
                 progress=reporter,
                 check=reporter.check,
             )

@@ -106,6 +106,7 @@ CASES = {
     ("ltx 0.9.5", "a mask of places"): {"node": LTX_I2V, "images": {"image": "first"}, "widgets": {**WIDE, "strength": 1.0}, "prompt": {**WORDS, "frame_rate": None}, "noise_mask": "places"},
     ("hunyuan 1.5", "a picture that CLIP vision saw, words in quotation marks"): {"node": HUNYUAN_I2V, "images": FIRST, "vision": VISION, "prompt": QUOTED},
     ("hunyuan 1.5", "two frames, a batch, an area"): {"node": HUNYUAN_I2V, "images": {"start_image": "two frames"}, "widgets": ODD, "prompt": {"embedding": "words"}, "area": [2, 2, 0, 1]},
+    ("hunyuan 1.5", "a picture, of which a part is painted anew"): {"node": HUNYUAN_I2V, "images": FIRST, "prompt": {"embedding": "words"}, "noise_mask": "places"},
     ("hunyuan 1.5", "a prompt alone"): {"node": HUNYUAN_I2V, "prompt": {"embedding": "words"}},
     ("ti2v", "a prompt alone"): {"node": TI2V, "widgets": {**ODD, "width": 144, "height": 112}},
 }  # fmt: skip
@@ -172,7 +173,8 @@ def sockets(number: int, case: dict) -> dict:
     positive += [[prompt["embedding"], {**options, "area": case["area"]}]] if "area" in case else []
     negative = {"a": "n", "words": "no words"}[prompt["embedding"]]
     mask = case.get("noise_mask", f"videos.{number}.noise_mask")
-    masked = {"noise_mask": mask} if case["node"] in IN_LATENT and case.get("images") else {}
+    is_masked = "noise_mask" in case or (case["node"] in IN_LATENT and case.get("images"))
+    masked = {"noise_mask": mask} if is_masked else {}
     latent = {"latent": f"videos.{number}.samples"}
     return {"positive": positive, "negative": [[negative, options]], **latent, **masked}
 

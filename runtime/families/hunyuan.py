@@ -210,6 +210,7 @@ HUNYUAN15 = FamilySpec(
     rebuilt=(),
     in_model_dtype=r"time_embed\.timestep_embedder",
     beside=("picture", "given places"),
+    sees_kept_clean=True,
     prediction="velocity",
     shift=7.0,
     latent=LATENT,

@@ -180,6 +180,7 @@ LTX = FamilySpec(
     after_gelu=rf"{BLOCK}\.ff\.net\.2",
     packed=True,
     levels="token",
+    sees_kept_clean=True,
     activations=Activations(mlp=Moment(19, hidden=2, text=0), attention=Moment(17, text=0), undealt=2),
     text_encoders="T5: use a CLIP Loader (type ltxv) and CLIP Text Encode",
     texts=MASKED_T5,

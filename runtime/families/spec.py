@@ -113,7 +113,9 @@ class FamilySpec:
     timestep_scale: float = 1000.0
     """What a sigma is multiplied by for the argument of the timestep."""
     levels: Literal["", "frame", "token"] = ""
-    """Of what it is told the noise each, when not of the whole latent. It then sees what a mask keeps as it is."""
+    """Of what it is told the noise each, when not of the whole latent."""
+    sees_kept_clean: bool = False
+    """It sees what a noise mask keeps as it is, and not in as much noise as the rest, as in ComfyUI."""
     patch: tuple[int, ...]
     packed: bool = False
     """It takes patches of the latent as tokens, `(B, tokens, C * patch)`."""

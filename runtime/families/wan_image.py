@@ -115,6 +115,7 @@ WAN22_TI2V = replace(
         undealt=1,
     ),
     levels="frame",
+    sees_kept_clean=True,
     boundary=0.0,
     tiny=MappingProxyType({**TINY, "in_channels": 48, "out_channels": 48, "text_dim": 64}),
 )
