@@ -177,7 +177,9 @@ class Pipeline:
         noise = noise_of(request, latent).to(self._mesh.device)
         latent = to_model_space(latent.to(self._mesh.device), mean=form.mean, std=form.std)
         mask = None if request.noise_mask is None else fit_noise_mask(request.noise_mask, noise.shape).to(noise)
-        with self._step_reporter(request, progress) as reporter:
+        held = [Weights.of(*expert[:2], streamed=expert.runner is not None) for expert in self.experts]
+        look = partial(check_latent, mesh=self._mesh, cause=partial(cause_of, request, held, dtype=self._dtype))
+        with self._step_reporter(request, progress, look) as reporter:
             x = run_sampler(
                 self._denoiser(request, noise, mask, table),
                 noise,
@@ -193,8 +195,7 @@ class Pipeline:
                 check=reporter.check,
             )
         latent = from_model_space(x, mean=form.mean, std=form.std).cpu()
-        held = [Weights.of(*expert[:2], streamed=expert.runner is not None) for expert in self.experts]
-        check_latent(latent, mesh=self._mesh, cause=partial(cause_of, request, held, dtype=self._dtype))
+        look(latent)
         return latent
 
     def decode(self, latent: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor | None:
@@ -241,17 +242,20 @@ class Pipeline:
         self._sequence.share(over_cfg=not denoiser.uses_group)
         return denoiser
 
-    def _step_reporter(self, request: Sample, progress: ReportProgress) -> StepReporter:
+    def _step_reporter(
+        self, request: Sample, progress: ReportProgress, look: Callable[[torch.Tensor], None]
+    ) -> StepReporter:
         runners = [expert.runner for expert in self.experts if expert.runner is not None]
         files = [expert.files for expert in self.experts if expert.reads_files]
+        shown = {"look": look, "runners": runners, "files": files}
         if self._mesh.rank != 0:
-            return StepReporter(progress, draw=None, runners=runners, files=files)
+            return StepReporter(progress, draw=None, **shown)
         place = {"decoders": request.preview_decoders, "device": self._mesh.device}
         draw, notice = previewer(request.preview, self._family.latent, **place)
         lines = (notice, self._kernels and str(self._kernels), *self._reader.without_effect(request.branches))
         for line in filter(None, lines):
             progress(SAMPLING, 0, 1, notice=line, together=False)
-        return StepReporter(progress, draw=draw, runners=runners, files=files)
+        return StepReporter(progress, draw=draw, **shown)
 
 
 def _load_expert(

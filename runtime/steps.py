@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -16,18 +16,21 @@ SAMPLING = "sampling"
 
 class StepReporter:
     """Tells of each step, with a preview where there is something to draw it. Weights that could not be read, or whose file
-    has been written to, end the job there. Around the steps it is a context, at whose end nothing is left on its way.
+    has been written to, end the job there, and `look` may end it that is shown the first picture. Around the steps it is a
+    context, at whose end nothing is left on its way.
     """
 
     def __init__(
         self,
         progress: ReportProgress,
         *,
+        look: Callable[[torch.Tensor], None],
         draw: Draw | None,
         runners: Collection[BlockRunner] = (),
         files: Collection[LoadedFiles] = (),
     ) -> None:
-        self._progress, self._draw, self._runners, self._files = progress, draw, runners, files
+        self._progress, self._look, self._draw = progress, look, draw
+        self._runners, self._files = runners, files
         self._step, self._total = 0, 1
 
     def __enter__(self) -> StepReporter:
@@ -38,8 +41,10 @@ class StepReporter:
             runner.forget()
 
     def __call__(self, step: int, total: int, denoised: torch.Tensor) -> None:
-        self._step, self._total = step, total
+        first, self._step, self._total = not self._step, step, total
         self._check_weights()
+        if first:
+            self._look(denoised)
         preview = None if self._draw is None else self._draw(denoised)
         self._progress(SAMPLING, step, total, preview=preview)
 

@@ -39,9 +39,10 @@ def written(path: Path, weights: dict[str, torch.Tensor], value: float, *, eight
 def refusal(model: str, mesh: Mesh | None = None, request=None, **settings) -> str:
     """What sampling says."""
     settings = ModelSettings(model=model, **settings)
-    pipeline = Pipeline.load(settings, mesh=mesh or Mesh.single(), progress=ignore_progress)
+    pipeline, steps = Pipeline.load(settings, mesh=mesh or Mesh.single(), progress=ignore_progress), []
     with pytest.raises(Refused, match="not finite") as raised:
-        pipeline.sample(request or request_of(), progress=ignore_progress)
+        pipeline.sample(request or request_of(), progress=lambda stage, step, total, **told: steps.append(step))
+    assert set(steps) <= {0}, "not at the first step"
     return str(raised.value)
 
 
@@ -69,6 +70,17 @@ def test_a_weight_in_eight_bits_is_named_and_a_streamed_one_is_refused_without_i
 def test_dpm_adaptive_ends_and_names_it_too(weights, tmp_path):
     request = sample_request(Case(sampler="dpm_adaptive"))
     assert NAME in refusal(written(tmp_path, weights, BAD["nan"]), request=request)
+
+
+def test_what_is_lost_on_the_way_is_told_of_at_the_end():
+    pipeline = Pipeline.load(ModelSettings(model="random:wan"), mesh=Mesh.single(), progress=ignore_progress)
+
+    def spoil(stage, step, total, **told):
+        if step == 2:
+            pipeline.transformer.proj_out.bias.fill_(BAD["inf"])
+
+    with pytest.raises(Refused, match=r"not finite .*proj_out\.bias of random:wan is so"):
+        pipeline.sample(sample_request(Case()), progress=spoil)
 
 
 def test_an_input_that_is_not_finite_is_named():
