@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+Shapes = dict[str, tuple[int, ...]]
 FLUX = {
     "in_channels": 16, "out_channels": 16, "vec_in_dim": 768, "context_in_dim": 4096, "hidden_size": 3072, "mlp_ratio": 4.0,
     "num_heads": 24, "depth": 19, "depth_single_blocks": 38, "axes_dim": [16, 56, 56], "theta": 10000, "patch_size": 2,
@@ -95,11 +97,13 @@ ORIGINAL: dict[str, tuple[str, dict[str, Any]]] = {
     "Flux.1 Canny dev": ("flux", {**FLUX, "in_channels": 32}),
     "Flux.1 Depth dev": ("flux", {**FLUX, "in_channels": 32}),
     "Flux.1 lite 8B": ("flux", {**FLUX, "depth": 8}),
+    "Flux.1 mini 3B": ("flux", {**FLUX, "depth": 5, "depth_single_blocks": 10}),
     "Qwen-Image": ("qwen", QWEN),
     "Qwen-Image 2512": ("qwen", QWEN),
     "Qwen-Image-Edit": ("qwen", QWEN),
     "Qwen-Image-Edit 2509": ("qwen", QWEN),
     "Qwen-Image-Edit 2511": ("qwen", QWEN),
+    "Qwen-Image, pruned to 13B": ("qwen", {**QWEN, "num_layers": 40}),
     "Flux.2 dev": ("flux", FLUX2),
     "Flux.2 klein 4B": ("flux", {**FLUX2, "context_in_dim": 7680, "hidden_size": 3072, "num_heads": 24, "depth": 5,
                                  "depth_single_blocks": 20, "guidance_embed": False}),
@@ -109,7 +113,7 @@ ORIGINAL: dict[str, tuple[str, dict[str, Any]]] = {
     "Z-Image Turbo": ("next", ZIMAGE),
     "Lumina-Image 2.0": ("next", LUMINA),
     "LTX-Video 0.9, 2B": ("ltx", {"num_layers": 28, "attention_head_dim": 64, "cross_attention_dim": 2048}),
-    "LTX-Video 0.9.1, 13B wide": ("ltx", {"num_layers": 48, "attention_head_dim": 128, "cross_attention_dim": 4096}),
+    "LTX-Video 0.9.7, 13B": ("ltx", {"num_layers": 48, "attention_head_dim": 128, "cross_attention_dim": 4096}),
     "Stable Diffusion 3 medium": ("sd3", SD3),
     "Stable Diffusion 3.5 medium": ("sd3", {
         **SD3, "qk_norm": "rms", "pos_embed_max_size": 384, "num_patches": 384**2, "x_block_self_attn_layers": list(range(13))}),
@@ -118,11 +122,30 @@ ORIGINAL: dict[str, tuple[str, dict[str, Any]]] = {
     "HunyuanVideo 1.5 I2V 480p": ("hunyuan", HUNYUAN15),
     "HunyuanVideo 1.5 T2V 720p": ("hunyuan", HUNYUAN15),
     "HunyuanVideo 1.5 I2V 720p": ("hunyuan", HUNYUAN15),
+    "HunyuanVideo 1.5 T2V 480p, in the authors' names": ("hunyuan", HUNYUAN15),
     "HunyuanVideo": ("hunyuan", HUNYUAN),
     "HunyuanVideo 1.5 I2V 480p, step-distilled": ("hunyuan", {**HUNYUAN15, "meanflow": True}),
     "HunyuanVideo 1.5 super resolution 720p": ("hunyuan", {**HUNYUAN15, "in_channels": 98}),
 }  # fmt: skip
 """Class and arguments in ComfyUI, by checkpoint."""
+MARKED = {"Qwen-Image-Edit 2511": {"__index_timestep_zero__": (0,)}}
+"""What their files have beside: 2511 says so that its references have no noise."""
+WITH_VAE = {"Stable Diffusion 3 medium, with its VAE": ("Stable Diffusion 3 medium", "ae")}
+"""All in one file, under the prefixes of the first Stable Diffusion."""
+AUTHORS_NAMES = (
+    (r"mlp\.0\.", "mlp.fc1."),
+    (r"mlp\.2\.", "mlp.fc2."),
+    (r"time_in\.in_layer\.", "time_in.mlp.0."),
+    (r"time_in\.out_layer\.", "time_in.mlp.2."),
+    (r"t_embedder\.in_layer\.", "t_embedder.mlp.0."),
+    (r"t_embedder\.out_layer\.", "t_embedder.mlp.2."),
+    (r"c_embedder\.in_layer\.", "c_embedder.linear_1."),
+    (r"c_embedder\.out_layer\.", "c_embedder.linear_2."),
+    (r"(self|img|txt)_attn\.(qkv|proj)\.", r"\1_attn_\2."),
+    (r"(img|txt)_attn\.norm\.(q|k)\w+_norm\.\w+$", r"\1_attn_\2_norm.weight"),
+    (r"(img|txt)_mod\.lin\.", r"\1_mod.linear."),
+)
+"""From ComfyUI's names of HunyuanVideo 1.5 to Tencent's own, as diffusers' script that converts them has those."""
 DISTRIBUTION = {"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"}
 PICTURES = {
     "double_z": True, "z_channels": 16, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128, "ch_mult": [1, 2, 4, 4],
@@ -164,13 +187,33 @@ def main() -> None:
     command = [sys.executable, "-c", code, "--cpu"]
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     original = json.loads(done.stdout.splitlines()[-1])
-    write_keys("original", {name: shapes for name, shapes in original.items() if name in models})
+    original |= {name: whole_file(*map(original.get, parts)) for name, parts in WITH_VAE.items()}
+    write_keys("original", {name: original[name] for name in models if name in original})
     write_keys("vae", {name: original[name] for name in VAES})
 
 
 def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     """What a checkpoint of it has."""
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def whole_file(transformer: Shapes, vae: Shapes) -> Shapes:
+    """Both in one."""
+    prefixed = (("model.diffusion_model.", transformer), ("first_stage_model.", vae))
+    return {f"{prefix}{name}": shape for prefix, shapes in prefixed for name, shape in shapes.items()}
+
+
+def in_authors_names(shapes: Shapes) -> Shapes:
+    """HunyuanVideo 1.5 as its authors name it: query, key and value of a block are three."""
+    named: Shapes = {}
+    for name, (rows, *others) in shapes.items():
+        for pattern, replacement in AUTHORS_NAMES:
+            name = re.sub(pattern, replacement, name)
+        if re.search(r"(img|txt)_attn_qkv", name):
+            named |= {name.replace("_qkv", f"_{each}"): (rows // 3, *others) for each in "qkv"}
+        else:
+            named[name] = (rows, *others)
+    return named
 
 
 def print_original() -> None:
@@ -182,7 +225,9 @@ def print_original() -> None:
         model = getattr(import_module(module), model_class)(
             **arguments, device="meta", dtype=torch.bfloat16, operations=ops
         )
-        found[name] = shapes_of(model)
+        found[name] = {**shapes_of(model), **MARKED.get(name, {})}
+        if name.endswith("in the authors' names"):
+            found[name] = in_authors_names(found[name])
     with torch.device("meta"):
         found |= {
             name: shapes_of(getattr(import_module(module), model_class)(**arguments))
