@@ -113,7 +113,7 @@ def _file(path: Path) -> ModelFacts:
     header = transformer_part(whole)
     if is_packed(header):
         return packed_file(path, header)
-    layouts = {family.name: Layout.of(family, header) for family in FAMILIES.values()}
+    layouts = _layouts(header)
     shares = {family.name: _share(family, layouts[family.name].shapes) for family in FAMILIES.values()}
     enough = max(*shares.values(), ALIKE)
     alike = [family for family in FAMILIES.values() if shares[family.name] >= enough]
@@ -131,6 +131,13 @@ def _file(path: Path) -> ModelFacts:
             f"the file of one model. Choose one that is"
         )
     raise found[0] if found else Refused(_unknown(path, header))
+
+
+def _layouts(header: Mapping[str, TensorEntry]) -> dict[str, Layout]:
+    """How a file lies for each family; worked out once for those that name their tensors alike."""
+    alike = {(family.renames, family.fused): family for family in FAMILIES.values()}
+    layouts = {names: Layout.of(family, header) for names, family in alike.items()}
+    return {family.name: layouts[family.renames, family.fused] for family in FAMILIES.values()}
 
 
 def _unknown(path: Path, header: Mapping[str, TensorEntry]) -> str:

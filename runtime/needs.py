@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 
 from .activations import activation_bytes
@@ -30,7 +29,8 @@ WEIGHTS_SHARE = 0.8
 class Needs:
     """What a model asks of the degrees; `memory` is bytes of the smallest device, 0 where that is not known, `offload`
     says which weights are on it, `beside` how many numbers of LoRAs, and `workload` what is sampled, where that is known.
-    `devices` has one for each rank, and `host` is what there is of the memory that those on the processor share.
+    `devices` has one for each rank, and `host` is what there is of the memory that those on the processor share. `known` is
+    what was added up already, for this model on any devices.
     """
 
     facts: ModelFacts
@@ -41,6 +41,7 @@ class Needs:
     beside: int = 0
     devices: tuple[str, ...] = ()
     host: HostMemory = UNKNOWN
+    known: dict[tuple, Held] = field(default_factory=dict, compare=False, repr=False)
 
     def problem(self, degrees: Mapping[str, int]) -> str:
         """What is wrong with degrees, of which some may be missing; empty when nothing is."""
@@ -127,16 +128,12 @@ class Needs:
         return self._held(tensor).on_host if self.on_host else self._held(tensor).on_gpu
 
     def _held(self, tensor: int) -> Held:
-        if tensor not in self._known:
-            free = (self.host.free or 0) // len(self.devices) if self.on_host else 0
-            held = {"dtype": self.dtype, "tensor": tensor, "offload": self.offload, "free": free}
-            self._known[tensor] = sum((held_by_rank(each, **held) for each in self.facts.experts), Held())
-        return self._known[tensor]
-
-    @cached_property
-    def _known(self) -> dict[int, Held]:
-        """What was worked out, by how many ranks share the weights."""
-        return {}
+        free = (self.host.free or 0) // len(self.devices) if self.on_host else 0
+        held = {"dtype": self.dtype, "tensor": tensor, "offload": self.offload, "free": free}
+        key = tuple(held.values())
+        if key not in self.known:
+            self.known[key] = sum((held_by_rank(each, **held) for each in self.facts.experts), Held())
+        return self.known[key]
 
     def fits(self, tensor: int) -> bool:
         """Whether the weights leave enough of the memory free, as far as that is known. LoRAs do not count: degrees that

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .comparison import tolerance_for
 from .degrees import Degrees
 from .errors import Refused
 from .experts import inspect_settings
-from .footprint import ON_DEVICE
+from .footprint import ON_DEVICE, Held
 from .inspection import ModelFacts
 from .lora.size import numbers_beside
 from .machine import Machine
@@ -84,13 +84,14 @@ class PlanRefused(Refused):
 @dataclass(frozen=True)
 class Holding:
     """How weights are held, their number format ("auto" for the device's own) and which of them are on the device; what is
-    sampled with them, where that is known; and how many numbers of LoRAs lie beside them.
+    sampled with them, where that is known; how many numbers of LoRAs lie beside them; and what was added up of them.
     """
 
     dtype: str
     offload: MemorySettings
     workload: Workload | None
     beside: int
+    known: dict[tuple, Held] = field(default_factory=dict)
 
 
 def plan_work(work: Work, machine: Machine) -> Plan:
@@ -102,7 +103,11 @@ def plan_model(model: ModelSettings, machine: Machine, *, workload: Workload | N
     """The plan of a model's settings. Raises as `make_plan`, and `Refused` for a model or a part that cannot be used."""
     if found := pipeline_without_spec(model.model):
         return Plan(1, 1, 1, 1, 1, **plan_alone(found, model, machine))
-    facts = inspect_settings(model)
+    return plan_facts(inspect_settings(model), model, machine, workload=workload)
+
+
+def plan_facts(facts: ModelFacts, model: ModelSettings, machine: Machine, *, workload: Workload | None = None) -> Plan:
+    """The same for a model whose facts are known."""
     check_parts(model, facts.spec)
     check_offload(facts, model.memory)
     held = {"offload": model.memory, "beside": numbers_beside(model.loras, experts=len(facts.experts))}
@@ -151,7 +156,7 @@ def _needs(facts: ModelFacts, machine: Machine, devices: Sequence[str], holding:
     dtype = auto if holding.dtype == "auto" else holding.dtype
     memory = min(sizes, default=0) * MIB
     held = (holding.offload, holding.workload, holding.beside)
-    return Needs(facts, dtype, memory, *held, devices=tuple(devices), host=machine.host)
+    return Needs(facts, dtype, memory, *held, devices=tuple(devices), host=machine.host, known=holding.known)
 
 
 # What is wrong ------------------------------------------------------------------------------------------------------
@@ -239,7 +244,8 @@ def _nearest(
     wanted = min(len(_devices(parallel, machine)), MAX_DEGREE)
     usable = _usable_gpus(parallel, machine)
     largest = sorted(range(len(machine.cuda)), key=lambda number: -machine.cuda[number].memory_mib)
-    for numbers in (usable, list(range(len(machine.cuda))), largest):
+    lists = (usable, range(len(machine.cuda)), largest) if usable else ((),)
+    for numbers in dict.fromkeys(map(tuple, lists)):
         ranks = min(len(numbers), machine.most_gpus) if usable else max(wanted, min(most, MAX_DEGREE))
         for count in sorted(range(1, ranks + 1), key=lambda count: abs(count - wanted)):
             devices = [f"cuda:{number}" for number in numbers[:count]] if usable else ["cpu"] * count

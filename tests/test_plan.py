@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,8 @@ from runtime.sampling import fit_empty_latent, resize_empty_latent
 from runtime.settings import AXES, LoraSettings, MemorySettings, ModelSettings, ParallelSettings, SampleSettings
 from runtime.workload import Workload
 from tests.lora_files import Draw, kohya
+from tests.published_keys import read_keys, write_file
+from tests.timing import least
 
 GPU = CudaDevice(name="GPU", memory_mib=81920)
 NO_GPU = Machine(cores=8)
@@ -336,6 +339,21 @@ def test_a_model_that_fits_with_offload_says_so():
         make_plan(ParallelSettings(), many, machine)
     offload = MemorySettings(offload="layerwise")
     assert make_plan(ParallelSettings(), many, machine, offload=offload).devices == ("cuda:0",)
+
+
+def test_to_find_that_nothing_fits_takes_under_a_second(tmp_path):
+    """Of a model of published size on eight small GPUs, the largest of them last, so that every order is tried."""
+    path = write_file(tmp_path / "model.safetensors", read_keys("original")["Wan 2.1 T2V 14B"])
+    machine = Machine(cuda=(CudaDevice("GPU", 200),) * 7 + (CudaDevice("GPU", 201),))
+    load = Workload((1, 16, 21, 90, 160), text=512, branches=2)
+
+    def seconds() -> float:
+        started = time.process_time()
+        with pytest.raises(PlanRefused, match="No plan on this machine works"):
+            plan_model(ModelSettings(model=path), machine, workload=load)
+        return time.process_time() - started
+
+    assert least(seconds, enough=1.0) < 1.0
 
 
 def test_the_largest_gpu_alone_is_a_nearest_plan_where_the_first_is_too_small():

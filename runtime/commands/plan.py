@@ -7,10 +7,11 @@ from typing import Any
 
 from ..errors import Refused
 from ..experts import inspect_settings
+from ..facts import ModelFacts
 from ..kernels import kernels_here
 from ..machine import Machine
 from ..needs import USUAL_BRANCHES
-from ..plan import plan_model
+from ..plan import plan_facts, plan_model
 from ..settings import ModelSettings
 from ..stored import FOUR_BIT
 from ..units import in_units
@@ -62,9 +63,10 @@ def described(answer: dict[str, Any]) -> str:
 def _answer(chosen: argparse.Namespace) -> dict[str, Any]:
     """What `--json` prints."""
     try:
-        model = model_settings(chosen)
-        machine, workload = Machine.here(), _workload(chosen, model)
-        plan = plan_model(model, machine, workload=workload)
+        model, machine = model_settings(chosen), Machine.here()
+        facts = None if pipeline_without_spec(model.model) else inspect_settings(model)
+        workload = facts and _workload(chosen, model, facts)
+        plan = plan_facts(facts, model, machine, workload=workload) if facts else plan_model(model, machine)
     except Refused as refusal:
         nothing = dict.fromkeys(REFUSED)
         return nothing | refused(str(refusal), refusal)
@@ -79,30 +81,24 @@ def _answer(chosen: argparse.Namespace) -> dict[str, Any]:
         "host_free": machine.host.free,
         "latent": "x".join(map(str, workload.latent)) if workload else "of any size",
         "reason": plan.reason,
-        "kernels": _kernels(model, plan.devices[0]),
+        "kernels": _kernels(facts, model.dtype, plan.devices[0]) if facts else "",
         "nearest": None,
     }
 
 
-def _kernels(model: ModelSettings, device: str) -> str:
+def _kernels(facts: ModelFacts, dtype: str, device: str) -> str:
     """What multiplies with the 4-bit weights of a model; empty where it has none."""
-    if pipeline_without_spec(model.model):
-        return ""
-    facts = inspect_settings(model)
     kinds = {kind for each in facts.experts for stored in each.stored.values() for kind in stored.kinds}
     if kinds.isdisjoint(FOUR_BIT):
         return ""
-    dtype = {"cpu": "fp32"}.get(device, "bf16") if model.dtype == "auto" else model.dtype
+    if dtype == "auto":
+        dtype = {"cpu": "fp32"}.get(device, "bf16")
     return str(kernels_here(kinds, dtype=dtype, device=device))
 
 
-def _workload(chosen: argparse.Namespace, model: ModelSettings) -> Workload | None:
-    """A guided step of the size that is asked for, with as many items and prompts as the degrees share out; None of a model
-    that runs through diffusers' own pipeline, as what it works with is not known.
-    """
-    if pipeline_without_spec(model.model):
-        return None
-    family = inspect_settings(model).spec
+def _workload(chosen: argparse.Namespace, model: ModelSettings, facts: ModelFacts) -> Workload:
+    """A guided step of the size that is asked for, with as many items and prompts as the degrees share out."""
+    family = facts.spec
     batch, branches = chosen.batch or max(1, model.parallel.data), max(USUAL_BRANCHES, model.parallel.cfg)
     return Workload(
         latent=latent_shape(family.latent, **size_of(chosen), batch=batch),
