@@ -63,6 +63,7 @@ class _Header:
     def __init__(self, raw: mmap.mmap, size: int) -> None:
         self._raw, self._place, self._size = raw, len(MAGIC), size
         self._end = min(size, MAX_HEADER_BYTES)
+        self._texts = 0
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._alignment = ALIGNMENT
 
@@ -125,7 +126,8 @@ class _Header:
 
     def _items(self, kind: int, count: int, *, keep: bool) -> tuple[Any, ...]:
         if kind == STRING:
-            if count > MOST_TEXTS:
+            self._texts += count
+            if self._texts > MOST_TEXTS:
                 raise Damaged(f"it has a list of {count} texts")
             for _ in range(count):
                 self._skip(*self._unpack("Q"))

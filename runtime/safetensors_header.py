@@ -20,7 +20,7 @@ from .errors import Refused
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 MAX_DIMS = 16
-MAX_ITEMS = 1 << 22
+MAX_ITEMS = 1 << 20
 """No header has more lists, tables or items of them: each takes memory, whatever it is."""
 METADATA = "__metadata__"
 DTYPE = re.compile(r"BOOL|[A-Z]{1,2}(?P<bits>[1-9][0-9]?)(_[A-Z0-9]+)?")

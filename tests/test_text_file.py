@@ -13,6 +13,7 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from transformers import UMT5Config, UMT5EncoderModel
 
 from runtime.encoders.text import TextEncoder
+from runtime.encoders.umt5_folder import load_umt5
 from runtime.errors import Refused
 from runtime.families.texts import UMT5
 from runtime.mesh import Mesh
@@ -146,3 +147,17 @@ def test_a_pipeline_takes_the_file_as_its_text_encoder(tensors, tmp_path):
         ModelSettings(model="random:wan", text_encoder=str(path)), mesh=Mesh.single(), progress=ignore_progress
     )
     assert pipeline.encode_text(PROMPT, progress=ignore_progress).embedding.shape == (1, 512, 64)
+
+
+def test_a_folder_of_a_variant_in_shards_without_an_index_is_what_was_saved(model, tmp_path):
+    model.save_pretrained(tmp_path, max_shard_size="50KB", variant="fp16")
+    [index] = tmp_path.glob("*.index.*")
+    index.unlink()
+    assert len(list(tmp_path.glob("*.fp16-*.safetensors"))) > 2
+    loaded, ids = load_umt5(tmp_path, dtype=torch.float32, group=None).eval(), torch.tensor([[3, 7, 5, 1]])
+    assert loaded.state_dict().keys() == model.state_dict().keys() and not any(p.is_meta for p in loaded.parameters())
+    with torch.inference_mode():
+        assert torch.equal(loaded(ids).last_hidden_state, model(ids).last_hidden_state)
+    next(tmp_path.glob("*-00002-of-*")).unlink()
+    with pytest.raises(Refused, match=r"model\.fp16-00002-of-\d+\.safetensors is missing"):
+        load_umt5(tmp_path, dtype=torch.float32, group=None)

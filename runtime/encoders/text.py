@@ -5,33 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from transformers import UMT5Config, UMT5EncoderModel
-from transformers.utils.logging import disable_progress_bar
 
-from ..configuration import load_folder
 from ..errors import Refused
 from ..families.texts import JOINED_WIDTH
-from ..json_file import read_json
 from ..lora.apply import Loras
 from ..progress import ReportProgress
 from ..protocol import Conditioning
 from ..settings import LoraSettings
 from ..text_files import KINDS, TextPart
-from ..weight_files import TRANSFORMERS
 from .kinds import blocks_of
 from .prompt_encoder import Encoded, PromptEncoder
 from .reporting import reporting
 from .text_file import load_encoder, load_tokenizer
 from .text_loras import loras_of
-from .text_split import load_split
 from .tokens import Tokenizer
+from .umt5_folder import load_umt5
 
 STAGE = "encoding text"
 
@@ -133,7 +126,7 @@ def _joined(encoded: Sequence[Encoded]) -> Conditioning:
 
 def _model(part: TextPart, *, dtype: torch.dtype, group: dist.ProcessGroup | None) -> nn.Module:
     if part.file.path.is_dir() and part.file.kind == "umt5xxl":
-        return _umt5_of_folder(part.file.path, dtype=dtype, group=group)
+        return load_umt5(part.file.path, dtype=dtype, group=group)
     return load_encoder(part.file, dtype=dtype, group=group)
 
 
@@ -145,18 +138,3 @@ def _tokenizer(part: TextPart, model: nn.Module) -> Tokenizer:
             f"the two of one model"
         )
     return tokenizer
-
-
-def _umt5_of_folder(folder: Path, *, dtype: torch.dtype, group: dist.ProcessGroup | None) -> UMT5EncoderModel:
-    """By its config.json."""
-    wanted, kinds = UMT5EncoderModel.__name__, read_json(folder / "config.json").get("architectures")
-    if not isinstance(kinds, list) or wanted not in kinds:
-        raise Refused(f"{folder} holds {kinds or 'nothing'}, but the text encoder must be a {wanted}")
-    if group is not None:
-        return load_split(folder, build=_without_weights, dtype=dtype, group=group)
-    disable_progress_bar()
-    return load_folder(UMT5EncoderModel, folder, stem=TRANSFORMERS, build=_without_weights, dtype=dtype)
-
-
-def _without_weights(config: dict[str, Any]) -> UMT5EncoderModel:
-    return UMT5EncoderModel(UMT5Config.from_dict(config))

@@ -2,54 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import nn
-from transformers import UMT5EncoderModel
 
-from ..configuration import check_names, empty_model
 from ..errors import Refused
-from ..facts import Source
-from ..linear import ParallelEmbedding, local_part, swap_linears
+from ..linear import ParallelEmbedding, swap_linears
 from ..parallel.shares import even_lengths
-from ..reading import WeightFile
-from ..weight_files import TRANSFORMERS
-from .kinds import CLASSES, Cut
-
-
-def load_split(
-    folder: Path,
-    *,
-    build: Callable[[dict[str, Any]], UMT5EncoderModel],
-    dtype: torch.dtype,
-    group: dist.ProcessGroup,
-) -> UMT5EncoderModel:
-    """The UMT5 encoder of a folder with this rank's part of the weights, of which no more is read. All ranks of the group
-    call it.
-
-    Raises `Refused` when the folder does not hold what it should.
-    """
-    kind = CLASSES["umt5xxl"]
-    model, headers = empty_model(UMT5EncoderModel, folder, stem=TRANSFORMERS, build=build)
-    known, present = set(model.state_dict()), {name for header in headers.values() for name in header}
-    tied = {f"{name}.weight" for name in kind.words}
-    lacking = known - present - (tied if tied & present else set())
-    check_names(folder, lacking=lacking, unknown=present - known)
-    split_encoder(model, kind.cut(model.config), words=kind.words, group=group)
-    for path, header in headers.items():
-        try:
-            with WeightFile(Source(path, {name: name for name in header}), mapped=True) as file:
-                for name in header:
-                    part = local_part(model, name)
-                    part.place(file.part(name, part).to(dtype))
-        except (OSError, SafetensorError) as error:
-            raise Refused(f"{path} cannot be read: {error}") from error
-    return model
+from .kinds import Cut
 
 
 def split_encoder(model: nn.Module, cut: Cut, *, words: tuple[str, ...], group: dist.ProcessGroup) -> None:
