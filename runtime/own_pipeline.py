@@ -193,6 +193,11 @@ class TakesLatent:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._vae, name)
 
+    @property
+    def __class__(self) -> type:
+        """The VAE's: by its class a pipeline may tell how its latents are scaled."""
+        return type(self._vae)
+
     def decode(self, latent: torch.Tensor, *others: Any, **options: Any) -> None:
         """Raises `LatentTaken`."""
         raise LatentTaken(latent)

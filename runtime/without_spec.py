@@ -33,6 +33,8 @@ FLOATING = (".weight", ".bias")
 LOADED_BY = "config.json"
 """How the files end that say which class of a library reads a part."""
 WEIGHTS = "*.safetensors"
+DECODER, SOUND = "vae", ("audio_vae", "vocoder")
+"""The part whose input is the latent, and those that make a sound of another."""
 REST = "choose a model with a family of its own for that"
 
 
@@ -67,6 +69,7 @@ def pipeline_without_spec(model: str) -> OwnPipeline | None:
     if _is_of_a_family(kind, parts):
         return None
     _check_no_programs(path, kind, parts)
+    _check_decoders(path, kind, parts)
     stems = {path / name: STEMS[library] for name, (library, _) in parts.items() if library is not None}
     files = {file: stem for folder, stem in stems.items() for file in _weights(folder, stem)}
     variant = next((found for file, stem in files.items() if (found := variant_of(file, stem))), None)
@@ -94,6 +97,20 @@ def _check_no_programs(path: Path, kind: Any, parts: Mapping[str, list]) -> None
     program = next(_programs(path), None)
     if program is not None:
         raise Refused(f"{program} is a program, and none is ever run: choose a folder without one, or take it out")
+
+
+def _check_decoders(path: Path, kind: Any, parts: Mapping[str, list]) -> None:
+    """Raise `Refused` where pictures are not what a VAE makes of one latent, and nothing beside them."""
+    there = [name for name, entry in parts.items() if entry[-1] is not None]
+    if DECODER not in there:
+        raise Refused(
+            f"{path} is a {kind}, which has no part named {DECODER} that makes pictures of a latent: choose another model"
+        )
+    sound = next((name for name in SOUND if name in there), "")
+    if sound:
+        raise Refused(
+            f"{path} is a {kind}, which makes sound as well ({sound}), and a LATENT here has none: choose another model"
+        )
 
 
 def _programs(path: Path) -> Iterator[Path]:

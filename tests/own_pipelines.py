@@ -238,6 +238,62 @@ def stable_diffusion_xl() -> diffusers.StableDiffusionXLPipeline:
     )  # fmt: skip
 
 
+def wan_vae() -> diffusers.AutoencoderKLWan:
+    return diffusers.AutoencoderKLWan(
+        base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+    )
+
+
+def sky_reels() -> diffusers.SkyReelsV2Pipeline:
+    return diffusers.SkyReelsV2Pipeline(
+        tokenizer=tokenizer(), text_encoder=umt5(), vae=wan_vae(),
+        scheduler=diffusers.UniPCMultistepScheduler(flow_shift=8.0, use_flow_sigmas=True, prediction_type="flow_prediction"),
+        transformer=diffusers.SkyReelsV2Transformer3DModel(
+            patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, text_dim=WIDTH, freq_dim=256, ffn_dim=32,
+            num_layers=1, rope_max_seq_len=32,
+        ),
+    )  # fmt: skip
+
+
+def sana_video() -> diffusers.SanaVideoPipeline:
+    return diffusers.SanaVideoPipeline(
+        tokenizer=tokenizer(), text_encoder=decoder(Gemma2Model, Gemma2Config), vae=wan_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        transformer=diffusers.SanaVideoTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=12, num_layers=1, num_cross_attention_heads=2,
+            cross_attention_head_dim=12, cross_attention_dim=24, caption_channels=WIDTH, sample_size=8,
+        ),
+    )  # fmt: skip
+
+
+def bria() -> diffusers.BriaPipeline:
+    return diffusers.BriaPipeline(
+        tokenizer=tokenizer(), text_encoder=t5(), vae=kl(), scheduler=FlowMatchEulerDiscreteScheduler(),
+        transformer=diffusers.BriaTransformer2DModel(
+            in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2,
+            joint_attention_dim=WIDTH, axes_dims_rope=[0, 4, 4],
+        ),
+    )  # fmt: skip
+
+
+def latent_consistency() -> diffusers.LatentConsistencyModelPipeline:
+    return diffusers.LatentConsistencyModelPipeline(
+        tokenizer=tokenizer(77), text_encoder=clip(), vae=kl(), unet=unet(time_cond_proj_dim=8), safety_checker=None,
+        scheduler=diffusers.LCMScheduler(), feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+
+
+def text_to_video() -> diffusers.TextToVideoSDPipeline:
+    return diffusers.TextToVideoSDPipeline(
+        tokenizer=tokenizer(77), text_encoder=clip(), vae=kl(), scheduler=DDIMScheduler(),
+        unet=diffusers.UNet3DConditionModel(
+            block_out_channels=(8, 8), layers_per_block=1, sample_size=8, cross_attention_dim=WIDTH, norm_num_groups=4,
+            attention_head_dim=4, down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
+            up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
+        ),
+    )  # fmt: skip
+
+
 PIPELINES: dict[str, Callable[[], Any]] = {
     "AuraFlow": aura_flow,
     "CogVideoX": cog_video,
@@ -252,6 +308,11 @@ PIPELINES: dict[str, Callable[[], Any]] = {
     "Allegro": allegro,
     "Mochi": mochi,
     "Lumina": lumina,
+    "SkyReelsV2": sky_reels,
+    "SanaVideo": sana_video,
+    "Bria": bria,
+    "LatentConsistencyModel": latent_consistency,
+    "TextToVideoSD": text_to_video,
     "StableDiffusion": stable_diffusion,
     "StableDiffusionXL": stable_diffusion_xl,
 }

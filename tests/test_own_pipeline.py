@@ -56,12 +56,16 @@ def request(folder: Path, *, settings: SampleSettings | None = None, **changed) 
 
 
 LATENTS = {
-    **dict.fromkeys(("CogVideoX", "HunyuanVideo", "Mochi", "Latte"), (1, 16, 3, 8, 6)),
+    **dict.fromkeys(("CogVideoX", "HunyuanVideo", "Mochi", "Latte", "TextToVideoSD"), (1, 16, 3, 8, 6)),
+    "SkyReelsV2": (1, 16, 3, 4, 6),
+    "SanaVideo": (1, 16, 3, 4, 8),
     "Allegro": (1, 16, 6, 20, 20),
     "Sana": (2, 16, 8, 8),
 }
 """Of the size of a tile for Allegro, and of 32 pixels for Sana; ComfyUI's latents have more channels than these VAEs."""
-FRAMES = {"CogVideoX": 9, "HunyuanVideo": 9, "Mochi": 13, "Latte": 3, "Allegro": 21}
+FRAMES = {
+    "CogVideoX": 9, "HunyuanVideo": 9, "Mochi": 13, "Latte": 3, "Allegro": 21, "TextToVideoSD": 3, "SkyReelsV2": 9, "SanaVideo": 9,
+}  # fmt: skip
 """How many of a video these stand for."""
 FEW = ("AuraFlow", "CogVideoX", "PixArtSigma")
 
@@ -73,11 +77,12 @@ def test_it_samples_and_decodes_what_diffusers_does(name, tmp_path):
     made(name).save_pretrained(tmp_path)
     pipeline = load_pipeline(ModelSettings(model=str(tmp_path)), mesh=Mesh.single(), progress=ignore_progress)
     latent = torch.zeros(LATENTS.get(name, (2, 16, 8, 6)))
-    sampled = pipeline.sample(request(tmp_path, latent=latent), progress=ignore_progress)
+    negative = {"negative": ()} if name == "LatentConsistencyModel" else {}  # it takes none
+    sampled = pipeline.sample(request(tmp_path, latent=latent, **negative), progress=ignore_progress)
     pictures = pipeline.decode(sampled, progress=ignore_progress)
     assert sampled.dtype == torch.float32
     frames = FRAMES.get(name, 0)
-    counts = {"num_frames": frames, "video_length": frames} if frames else {"num_images_per_prompt": 2}
+    counts = dict.fromkeys(("num_frames", "video_length", "frames"), frames) if frames else {"num_images_per_prompt": 2}
     height, width = (8 * side for side in latent.shape[-2:])
     expected = own_pictures(name, tmp_path, height=height, width=width, **counts)
     assert len(pictures) == (
@@ -236,6 +241,8 @@ def renamed(key: str, value) -> Callable[[Path], None]:
             lambda path: (path / "vae/diffusion_pytorch_model.safetensors").rename(path / "vae/a.bin"),
             "a.bin is a pickle",
         ),
+        (renamed("vae", None), "has no part named vae.* choose another model"),
+        (renamed("audio_vae", ["diffusers", "AutoencoderKL"]), "makes sound as well .audio_vae."),
         (renamed("_class_name", "NoSuchPipeline"), "NoSuchPipeline, which diffusers .* does not have"),
         (lambda path: (path / "vae/diffusion_pytorch_model.safetensors").write_bytes(b"{}"), "is not a .safetensors"),
     ],
