@@ -40,7 +40,8 @@ class Shelf:
         call it together, or when one of its files has changed since.
         """
         if mesh.largest(model not in self._pipelines or self._is_stale(model)):
-            self._drop({model} & self._pipelines.keys())
+            if model in self._pipelines:
+                self._drop([model])
             return None
         self._pipelines.move_to_end(model)
         return self._pipelines[model]

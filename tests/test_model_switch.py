@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from runtime.protocol import Conditioning, Decode, EncodeText, Sample
 from runtime.settings import LoraSettings, ModelSettings, ParallelSettings, SampleSettings
 from runtime.tiny_shapes.export import export_comfy_transformer
 from tests.lora_files import Draw, kohya
-from tests.sidecars import family_of, folders_of, never, run, steps_of
+from tests.sidecars import family_of, folders_of, never, rank_pids, run, steps_of
+from tests.test_loaded_files import write_over
 
 STRENGTHS = (1.0, 0.0, -0.5, 2.0)
 WARM_ROUNDS = 3
@@ -113,6 +115,26 @@ def check_flat(prints: list[Footprint]) -> None:
     print(f"{warm} after round {WARM_ROUNDS}, {last} after round {len(prints)}: {100 * growth:+.2f} %")
     assert growth < FLAT
     assert (last.files, last.segments) == (warm.files, warm.segments)
+
+
+def test_a_model_written_over_between_prompts_or_during_one_is_read_anew_on_every_rank(sidecar, models, tmp_path):
+    _, single, pair = models
+    path, other = tmp_path / "model.safetensors", Path(pair.model_low_noise)
+    shutil.copy(single.model, path)
+    model = ModelSettings(model=str(path), parallel=ParallelSettings(devices="cpu:2", ulysses=2))
+    running, text = sidecar("auto"), Conditioning(embedding=torch.ones(1, 4, 4096))
+    fields = {"settings": SampleSettings(steps=200), "positive": (text,), "latent": torch.zeros(1, 16, 1, 8, 8)}
+    first = sampled(running, model, text)
+    assert [sampled(running, model, text)[0], first[0]] == [False, True]
+    ranks = rank_pids(running)
+    write_over(path, other.read_bytes())  # of the same size
+    loaded, anew = sampled(running, model, text)
+    assert loaded and not torch.equal(anew, first[1])
+    with pytest.raises(ValueError, match="has been written to, while the model ran from it"):
+        for event in running.call(Sample(job=uuid.uuid4().hex, model=model, **fields), interrupted=never):
+            if steps_of([event]) == [1]:
+                write_over(path, Path(single.model).read_bytes())
+    assert torch.equal(sampled(running, model, text)[1], first[1]) and rank_pids(running) == ranks
 
 
 @pytest.mark.parametrize(
