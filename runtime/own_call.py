@@ -188,7 +188,7 @@ def _prompt(entries: Sequence[Conditioning], what: str, way: Way) -> Conditionin
         )
     [entry] = entries
     for name, field in Conditioning.model_fields.items():
-        if name in ("embedding", "guidance"):
+        if name == "embedding" or (name == "guidance" and what == "positive"):
             continue
         value, default = getattr(entry, name), field.get_default(call_default_factory=True)
         if isinstance(value, torch.Tensor) or value != default:

@@ -177,6 +177,7 @@ def widgets(**changed) -> dict:
         ({"positive": (as_conditioning("a").model_copy(update={"mask": torch.ones(8, 6)}),)}, "positive: .*mask"),
         ({"negative": (as_conditioning("a").model_copy(update={"start_percent": 0.5}),)}, "negative: .*start_percent"),
         ({"positive": (as_conditioning("a").model_copy(update={"guidance": 3.5}),)}, "Flux Guidance"),
+        ({"negative": (as_conditioning("a").model_copy(update={"guidance": 3.5}),)}, "negative: .*guidance"),
     ],
 )  # fmt: skip
 def test_what_a_pipeline_does_not_take_is_refused_by_name(folder, pipeline, changed, named):
