@@ -66,6 +66,6 @@ def without_effect(conditioning: Conditioning, family: FamilySpec, config: Mappi
     """What changes nothing for a model, in words, where ComfyUI's own nodes carry it all the same."""
     guidance, method = conditioning.guidance, conditioning.reference_method
     if guidance is not None and not reads_guidance(family, config) and "guidance" not in dict(family.refuses):
-        yield f"guidance {guidance:g} (FluxGuidance) has no effect: {family.title} is told none; cfg is what guides it"
+        yield f"guidance {guidance:g} (FluxGuidance) has no effect: {family.title} is told none"
     if method and not conditioning.references:
         yield f"reference_latents_method {method} has no effect: the conditioning carries no reference latents"
