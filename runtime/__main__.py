@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return chosen.run(chosen)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+    except (ValueError, OSError, RuntimeError, MemoryError, ImportError) as error:
         reason = _reason(error, offload=getattr(chosen, "offload", "disk"))
         if reason is None:
             raise

@@ -50,7 +50,9 @@ def activation_bytes(facts: ModelFacts, degrees: Degrees, load: Workload, *, dty
     exchanged = (image if form.attention.text == 0 else image + text) * _heads(facts, degrees.tensor)
     attention = _moment(form.attention, facts, degrees.tensor, image, text, size)
     attention += exchanged * _exchange(degrees, load, size)
-    undealt = form.undealt * (tokens - image) * facts.heads * facts.head_dim * size
+    undealt = (
+        (form.undealt * (tokens - image) * size + form.tables * tokens * FLOAT32_BYTES) * facts.heads * facts.head_dim
+    )
     latents = _latents(facts, load, joined, items, size)
     prompts = PROMPTS * joined * load.batch * words * facts.config.get(facts.spec.text_width, 0) * size
     return round(items * (max(block, attention) + undealt)) + latents + prompts + _widened(facts, size)

@@ -53,7 +53,7 @@ class HostMemory:
     @classmethod
     def here(cls, *, freed: int = 0) -> HostMemory:
         """Of this machine or container, and of processes that this one starts. `freed` is what will be let go of."""
-        known = _known()
+        known = _known() if MEMINFO.is_file() else []  # elsewhere the cache of files counts as taken
         free = min(known) + freed if known else None
         return cls(free, address_space=_bound("RLIMIT_AS"), data=_bound("RLIMIT_DATA"))
 

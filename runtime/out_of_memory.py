@@ -9,10 +9,11 @@ from .host_memory import HostMemory
 from .units import in_units
 
 SAID = re.compile(
-    r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|std::bad_alloc|\bMemoryError\b",
+    r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|failed to map segment|std::bad_alloc|"
+    r"\bMemoryError\b",
     re.IGNORECASE,
 )
-"""By torch's allocators, the system, safetensors, C++ and Python."""
+"""By torch's allocators, the system and what loads libraries there, safetensors, C++ and Python."""
 _ALLOCATED = re.compile(r"tried to allocate ([0-9]+) bytes")
 
 
@@ -38,10 +39,13 @@ def in_words(error: BaseException, *, device: str, offload: str) -> str:
     asked = _ALLOCATED.search(str(error))
     what = f"tried to allocate {in_units(int(asked[1]))}" if asked else str(error) or type(error).__name__
     on_host = not device.startswith("cuda")
-    there = "".join(f"; {each}" for each in _bounds(HostMemory.here())) if on_host else ""
+    host = HostMemory.here()
+    there = "".join(f"; {each}" for each in _bounds(host)) if on_host else ""
     ways = ["a smaller picture", "fewer frames", "a smaller batch"]
     if on_host and offload != "disk":
         ways.append("offload disk (Configure Memory)")
+    if on_host and host.bounds_processes:
+        ways.append("a higher ulimit")
     if not on_host:
         ways += ["offload layerwise (Configure Memory)"] if offload == "none" else []
         ways.append("more devices")

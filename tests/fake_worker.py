@@ -97,7 +97,7 @@ class FakePipeline:
         if self.behaviour.get("memory") == str(self.mesh.rank):
             run_out_of_memory(self.behaviour.get("how", "device"))
         if self.behaviour.get("exit") == str(self.mesh.rank):
-            print("about to end", self.behaviour.get("says", ""), flush=True)
+            print("about to end", flush=True)
             os._exit(7)
         if self.behaviour.get("signal") == str(self.mesh.rank):
             os.kill(os.getpid(), signal.SIGBUS)

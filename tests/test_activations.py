@@ -66,11 +66,17 @@ def test_a_step_works_with_what_the_plan_says(family, degrees):
     assert abs(off_by(family, degrees)) < NEAR
 
 
+@pytest.mark.parametrize("degrees", [{"ulysses": 2, "ring": 2}], ids=str)
+def test_also_in_half_the_bits_where_positions_stay_in_float32(degrees):
+    assert abs(off_by("ltx", degrees, dtype="bf16")) < NEAR
+
+
 @pytest.mark.full
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("degrees", PLANS + MORE_PLANS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_also_with_a_batch_and_two_prompts(family, degrees):
-    assert abs(off_by(family, degrees, batch=2, cfg=5.0)) < NEAR
+def test_also_with_a_batch_and_two_prompts(family, degrees, dtype):
+    assert abs(off_by(family, degrees, batch=2, cfg=5.0, dtype=dtype)) < NEAR
 
 
 @pytest.mark.full

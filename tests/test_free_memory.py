@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from runtime import host_memory
@@ -51,6 +53,19 @@ def system(tmp_path, monkeypatch):
 def test_what_is_free_is_the_least_that_machine_and_groups_leave(system, own, groups, free):
     system(own, groups)
     assert host_memory.free_host_bytes() == free * MIB
+
+
+def test_ranks_that_let_go_make_room_and_what_is_not_known_bounds_nothing(system, monkeypatch, tmp_path):
+    system("4:memory:/a\n", {"memory/a": (FIRST, 600, 500, 20)})
+    assert host_memory.HostMemory.here(freed=MIB).free == 121 * MIB
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "nothing")
+    assert host_memory.HostMemory.here().free is None
+    assert host_memory.resident_bytes(2**22 + 1) == host_memory.Resident()
+
+
+def test_what_a_process_has_in_memory_is_its_own_shared_or_of_files():
+    here = host_memory.resident_bytes(os.getpid())
+    assert MIB < here.own < here.all and here.own + here.shared <= here.all
 
 
 def test_here_some_memory_is_free():

@@ -6,12 +6,16 @@ import errno
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from runtime import __main__
 from runtime.errors import Refused
+from runtime.jobs import Job, death
 from runtime.out_of_memory import in_words, is_out_of_memory
+from runtime.protocol import Work
+from runtime.settings import ModelSettings
 
 
 class OutOfMemoryError(RuntimeError):
@@ -35,6 +39,8 @@ def refused_for(error):
         ),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:80] DefaultCPUAllocator: not enough memory: you tried"), True),
         (RuntimeError("std::bad_alloc"), True),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), True),
+        (ImportError("No module named 'nothing'"), False),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
         (refused_for(OSError(errno.ENOMEM, "Cannot allocate memory")), True),
         (RuntimeError("shapes differ"), False),
@@ -61,6 +67,14 @@ def test_the_words_have_what_was_asked_for_and_ways_out_that_are_left():
     )
 
 
+@pytest.mark.parametrize(("line", "is_one"), [("MemoryError", True), ("KeyError: 'x'", False)])
+def test_a_rank_that_ended_before_it_could_tell_is_known_by_its_last_lines(line, is_one):
+    job = Job(peer=b"", request=Work(job="a", model=ModelSettings(model="m")), frames=[])
+    rank = SimpleNamespace(settings=SimpleNamespace(device="cpu", rank=1), last_lines=[line], exit_status=1)
+    told = death(job, rank)
+    assert told.out_of_memory is is_one and line in told.message
+
+
 def test_a_command_under_a_limit_of_the_system_says_so_and_does_not_crash():
     program = (
         "import resource, sys; from runtime import __main__\n"
@@ -76,4 +90,4 @@ def test_a_command_under_a_limit_of_the_system_says_so_and_does_not_crash():
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "error: out of memory on cpu: MemoryError; " in done.stderr
-    assert "a process may map 1.0 GiB (ulimit -v)" in done.stderr
+    assert "a process may map 1.0 GiB (ulimit -v)" in done.stderr and done.stderr.endswith("or a higher ulimit\n")

@@ -103,11 +103,6 @@ def test_host_memory_that_runs_out_on_one_rank_is_told_with_values_and_a_way_out
     assert steps_of(run(sidecar, sample(ranks=2))) == [1, 2, 3]
 
 
-def test_a_rank_that_runs_out_of_memory_before_it_can_tell_is_marked_as_well(sidecar):
-    error, _ = failure_of(sidecar, sample("fake?exit=1&says=MemoryError", ranks=2))
-    assert error.out_of_memory and "exit status 7" in str(error) and run(sidecar, sample())
-
-
 def test_a_rank_that_ends_itself_is_reported_with_its_last_lines(sidecar):
     error, _ = failure_of(sidecar, sample("fake?exit=1", ranks=2))
     assert error.rank == 1 and "exit status 7" in str(error) and "about to end" in str(error)

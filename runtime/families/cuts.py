@@ -98,10 +98,11 @@ class Activations:
     """The moments of a block at which most is held: inside the MLP; at attention but for the query, key and value and what
     their exchange adds; and, of a model in fewer bits, where most is `widened` to float32, each of which counts as two.
     `undealt` as wide as the model are on every rank for all tokens of the picture, since they are made before those are
-    dealt.
+    dealt; so are `tables` of their positions, in float32 whatever the number format, which count in no moment.
     """
 
     mlp: Moment
     attention: Moment
     widened: Moment = Moment(0)
     undealt: float = 0.0
+    tables: float = 0.0

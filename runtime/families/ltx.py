@@ -181,7 +181,7 @@ LTX = FamilySpec(
     packed=True,
     levels="token",
     sees_kept_clean=True,
-    activations=Activations(mlp=Moment(19, hidden=2, text=0), attention=Moment(17, text=0), undealt=2),
+    activations=Activations(mlp=Moment(17, hidden=2, text=0), attention=Moment(15, text=0), tables=2),
     text_encoders="T5: use a CLIP Loader (type ltxv) and CLIP Text Encode",
     texts=MASKED_T5,
 )
