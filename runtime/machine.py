@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -116,10 +116,25 @@ def visible(listing: str, chosen: str | None) -> tuple[tuple[CudaDevice, ...], s
     gpus = list(_listed(listing))
     if chosen is None:
         return _without_second_instance(device for _, _, device in gpus)
-    named = list(_named(chosen, gpus))
+    entries = list(filter(None, map(str.strip, chosen.split(","))))
+    named = list(_named(entries, gpus))
     if len({key for key, _ in named}) < len(named):
         return (), f"CUDA_VISIBLE_DEVICES {chosen} names a GPU twice, and CUDA then shows none"
-    return _without_second_instance(device for _, device in named)
+    found, why = _without_second_instance(device for _, device in named)
+    return found, why or _hidden(entries, [number for number, _, _ in gpus], shown=len(named))
+
+
+def _hidden(entries: Sequence[str], numbers: Sequence[str], *, shown: int) -> str:
+    """What CUDA_VISIBLE_DEVICES keeps from a program of the GPUs with these numbers; empty where that is none."""
+    if shown >= len(numbers):
+        return ""
+    there = f"nvidia-smi lists {', '.join(numbers)}"
+    if not entries:
+        return f"CUDA_VISIBLE_DEVICES is set to nothing, which hides every GPU; {there}"
+    if shown < len(entries):
+        named = f"{entries[shown]}, which is no GPU here" + (", and hides what follows" if entries[shown + 1 :] else "")
+        return f"CUDA_VISIBLE_DEVICES names {named}; {there}"
+    return f"CUDA_VISIBLE_DEVICES {','.join(entries)} leaves {shown} of {len(numbers)}"
 
 
 def _listed(listing: str) -> Iterator[tuple[str, str, CudaDevice]]:
@@ -130,9 +145,9 @@ def _listed(listing: str) -> Iterator[tuple[str, str, CudaDevice]]:
         yield number, uuid, MIG if divided == "Enabled" else whole
 
 
-def _named(chosen: str, gpus: list[tuple[str, str, CudaDevice]]) -> Iterator[tuple[str, CudaDevice]]:
+def _named(entries: Iterable[str], gpus: list[tuple[str, str, CudaDevice]]) -> Iterator[tuple[str, CudaDevice]]:
     """What each entry names, until one names nothing: its UUID, and the device."""
-    for entry in filter(None, map(str.strip, chosen.split(","))):
+    for entry in entries:
         if entry.startswith("MIG-") and gpus:
             yield entry, MIG
             continue

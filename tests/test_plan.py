@@ -421,11 +421,27 @@ def test_gpus_that_cannot_talk_to_each_other_are_refused(settings):
     assert alone.devices == ("cuda:0",) and "1 GPU of 2" in alone.reason
 
 
-@pytest.mark.parametrize("chosen", ["0,0", "MIG-1,MIG-2"])
-def test_gpus_that_are_not_there_are_refused_with_what_hides_them(chosen):
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        ("0,0", r"no GPUs \(CUDA_VISIBLE_DEVICES 0,0 names a GPU twice"),
+        ("MIG-1,MIG-2", r"1 GPU \(of GPUs that MIG divides"),
+        ("", r"no GPUs \(CUDA_VISIBLE_DEVICES is set to nothing, which hides every GPU; nvidia-smi lists 0, 1\)"),
+        ("2", r"no GPUs \(CUDA_VISIBLE_DEVICES names 2, which is no GPU here; nvidia-smi lists 0, 1\)"),
+        ("0,7,1", r"1 GPU \(CUDA_VISIBLE_DEVICES names 7, which is no GPU here, and hides what follows; nvidia-smi"),
+        ("1", r"1 GPU \(CUDA_VISIBLE_DEVICES 1 leaves 1 of 2\)"),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused_with_what_hides_them(chosen, words):
     gpus, why = visible(LISTING, chosen)
-    with pytest.raises(PlanRefused, match=r"cuda:1 .*(names a GPU twice|MIG divides)"):
+    with pytest.raises(PlanRefused, match=f"cuda:1 .* not there: this machine has {words}"):
         make_plan(ParallelSettings(devices="cuda:0,1"), model_with(4), Machine(cuda=gpus, why=why))
+
+
+def test_a_plan_says_what_hides_every_gpu():
+    gpus, why = visible(LISTING, "")
+    machine = Machine(cuda=gpus, why=why)
+    assert "CUDA_VISIBLE_DEVICES is set to nothing" in make_plan(ParallelSettings(), model_with(4), machine).reason
 
 
 def test_what_does_not_fit_is_planned_with_offload():

@@ -15,6 +15,7 @@ from ..previews import preview_image
 from ..protocol import Conditioning
 from ..sampling import SAMPLERS, FlowTable, draw_noise, make_sigmas, run_sampler
 from ..sampling.noise import step_noise
+from .sides import say
 
 FORWARD_SECONDS = 0.5
 """The forward pass that the cost is held against. The stand-in takes it where noise is drawn while the model works."""
@@ -44,7 +45,11 @@ class Stub(nn.Module):
 @torch.inference_mode()
 def measure() -> dict[str, dict[str, float]]:
     """`overhead_percent` by sampler: time around one forward, in percent of one of half a second."""
-    return {"overhead_percent": {name: 100 * _seconds_around_forward(name) / FORWARD_SECONDS for name in SAMPLERS}}
+    percents = {}
+    for number, name in enumerate(SAMPLERS, start=1):
+        percents[name] = 100 * _seconds_around_forward(name) / FORWARD_SECONDS
+        say(f"{number} of {len(SAMPLERS)}: {name} {percents[name]:.2f} %")
+    return {"overhead_percent": percents}
 
 
 def described(figures: dict[str, dict[str, float]]) -> str:

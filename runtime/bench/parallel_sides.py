@@ -30,7 +30,7 @@ from ..settings import ModelSettings, SampleSettings
 from ..weight_files import WEIGHTS
 from .diffusers_parallel import share_tokens
 from .sent_bytes import SentBytes
-from .sides import resident_bytes, tell
+from .sides import resident_bytes, say, tell
 
 FLOAT = 4
 CFG = 5.0
@@ -191,6 +191,9 @@ class Rank:
         for number in range(rounds + 1):
             for side in SIDES[:: 1 - 2 * (number % 2)]:  # back and forth, so that no side always follows the same
                 seconds[side.name].append(self._seconds(steps.get(side.name)))
+            if self._rank == 0:
+                last = ", ".join(f"{name} {times[-1]:.2f}" for name, times in seconds.items())
+                say(f"{f'round {number} of {rounds}' if number else 'to warm up'}, seconds: {last}")
         return {"seconds": {name: times[1:] for name, times in seconds.items()}, "sent": sent}
 
     def memory(self, name: str) -> dict[str, Any]:

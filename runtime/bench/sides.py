@@ -76,6 +76,12 @@ def _one_thread() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
+def say(line: str) -> None:
+    """Say on standard error how far a measurement is."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
 def tell(figures: Any) -> None:
     """Tell the figures of this process to the one that runs it."""
     sys.stdout.write(json.dumps(figures) + "\n")
