@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import Refused
-from .safetensors_header import MAX_DIMS, MAX_HEADER_BYTES, TensorEntry, first_overlap, what_it_is
+from .safetensors_header import MAX_DIMS, MAX_HEADER_BYTES, TensorEntry, misplaced, what_it_is
 from .stored import BLOCKS, IN_GRIDS
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -87,8 +87,8 @@ class _Header:
             raise Damaged("it holds no tensors")
         start = -(-self._place // self._alignment) * self._alignment
         entries = {name: self._entry(name, *described, start) for name, described in found.items()}
-        if overlap := first_overlap(entries):
-            raise Damaged(f"its tensors {overlap[0]!r} and {overlap[1]!r} share bytes")
+        if words := misplaced(entries, padding=self._alignment):
+            raise Damaged(words)
         return entries
 
     def _unpack(self, packed: str) -> tuple[Any, ...]:

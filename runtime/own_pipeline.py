@@ -147,6 +147,11 @@ class DiffusersPipeline:
             raise Refused(
                 f"the latent has shape {tuple(latent.shape)}, which this VAE does not decode ({error})"
             ) from error
+        if not pictures.isfinite().all():
+            raise Refused(
+                f"{self._found.path}/vae made numbers that are not finite (nan or inf) of the latent, a black picture: download it "
+                f"again, or look at the node that the latent comes from"
+            )
         progress(DECODING, 1, 1)
         colours = 2 if pictures.ndim == 5 and pictures.shape[1] != COLOURS else 1  # a few have them behind the frames
         pictures = ((pictures.float() + 1.0) / 2.0).clamp_(0.0, 1.0).movedim(colours, -1).cpu()

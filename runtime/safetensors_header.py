@@ -93,10 +93,15 @@ def what_it_is(path: Path) -> str:
     return ""
 
 
-def first_overlap(entries: Mapping[str, TensorEntry]) -> tuple[str, str] | None:
-    """The first two tensors that have bytes in common."""
+def misplaced(entries: Mapping[str, TensorEntry], *, padding: int = 1) -> str:
+    """In words, two tensors that have bytes in common, or `padding` bytes or more between them; empty where there are none."""
     placed = sorted((entry.start, entry.end, name) for name, entry in entries.items() if entry.start < entry.end)
-    return next(((a, b) for (_, end, a), (start, _, b) in pairwise(placed) if start < end), None)
+    for (_, end, first), (start, _, second) in pairwise(placed):
+        if start < end:
+            return f"its tensors {first!r} and {second!r} share bytes"
+        if start - end >= padding:
+            return f"there are {start - end} bytes between its tensors {first!r} and {second!r} that are of neither"
+    return ""
 
 
 def _decoded(path: Path, raw: bytes) -> dict[str, Any]:
@@ -130,10 +135,8 @@ def _checked(path: Path, header: dict[str, Any], *, data_bytes: int) -> dict[str
         )
     if not entries:
         raise Refused(f"{path} holds no tensors")
-    if overlap := first_overlap(entries):
-        raise Refused(
-            f"{path} is damaged: its tensors {overlap[0]!r} and {overlap[1]!r} share bytes. Download it again"
-        )
+    if words := misplaced(entries):
+        raise Refused(f"{path} is damaged: {words}. Download it again")
     return entries
 
 

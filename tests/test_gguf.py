@@ -216,6 +216,10 @@ def value(key: bytes, kind: int, packed: bytes) -> bytes:
         (header(rest=tensor(dims=(1 << 40, 1 << 40))), "but the file has"),
         (header(rest=tensor(dims=(33,))), "no whole number of blocks"),
         (header(rest=tensor(offset=8)), "at byte 8 of the data, which is no multiple of 32"),
+        (
+            header(tensors=2, rest=tensor(number=2) + tensor(b"b", offset=96) + b"\0" * 222),
+            "are 78 bytes between its tensors",
+        ),
         (header(tensors=2, rest=tensor() + tensor(b"b") + b"\0" * 99), "tensors 'a' and 'b' share bytes"),
         (header(rest=tensor(offset=1 << 50)), "but the file has"),
         (header(rest=tensor(number=26)), "is I32, which is not read. There are: F32"),

@@ -104,6 +104,9 @@ def header(length: int, content: bytes, data: bytes = b"") -> bytes:
 
 
 TWICE = b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16],"shape":[4]}}'
+APART = (
+    b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"b":{"dtype":"F32","shape":[2],"data_offsets":[24,32]}}'
+)
 SHARED = (
     b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[12,24]},"b":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},'
     b'"c":{"dtype":"F32","shape":[0],"data_offsets":[8,8]}}'
@@ -132,6 +135,7 @@ ENTRY = b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
         (header(len(ENTRY) + 2, ENTRY.replace(b'"F32"', b'["F32"]'), b"\0" * 16), "damaged"),
         (header(2 * len(ENTRY) - 1, ENTRY[:-1] + b"," + ENTRY[1:], b"\0" * 16), "header has 'a' more than once"),
         (header(len(TWICE), TWICE, b"\0" * 16), "header has 'shape' more than once"),
+        (header(len(APART), APART, b"\0" * 32), "are 8 bytes between its tensors 'a' and 'b' that are of neither"),
         (header(len(SHARED), SHARED, b"\0" * 24), "tensors 'b' and 'a' share bytes"),
         (header(len(ENTRY), ENTRY, b"\0" * 16), "no architecture that is available"),
         (header(2, b"{}"), "no tensors"),

@@ -355,6 +355,7 @@ def parts(*, up, down, dora=None):
         (kohya(ONE, Draw(1)) | kohya({"blocks.0.self_attn.q": (128, 128)}, Draw(2)), "two changes"),
         (kohya(ONE, Draw(1)) | {"lora_unet_blocks_0_attn1_to_q.lora_up.weight": torch.full((128, 4), float("nan"))}, "up has numbers that are not finite"),
         (kohya(ONE, Draw(1)) | {"lora_unet_blocks_0_attn1_to_q.alpha": torch.tensor(float("inf"))}, "alpha has numbers that are not finite"),
+        (kohya(ONE, Draw(1)) | {"lora_unet_blocks_0_attn1_to_q.lora_up.weight": torch.ones(128, 4, dtype=torch.int32)}, "lora_up.weight is I32), and weights"),
         (kohya(ONE, Draw(1)) | {"lora_unet_blocks_0_attn1_to_q.alpha": torch.ones(2)}, "damaged at lora_unet_blocks_0_attn1_to_q"),
     ],
 )  # fmt: skip

@@ -270,6 +270,8 @@ def test_weights_of_a_variant_alone_are_read_and_what_is_not_finite_or_no_float_
         changed(name, lambda tensor: tensor / 0).sample(request(copy), progress=ignore_progress)
     with pytest.raises(Refused, match=r"proj_out\.weight is I32\)"):
         changed(name, torch.Tensor.int)
+    with pytest.raises(Refused, match=r"vae made numbers that are not finite"):
+        pipeline.decode(torch.full(SHAPE, float("nan")), progress=ignore_progress)
 
 
 def test_the_model_of_a_family_is_none():

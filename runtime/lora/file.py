@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import Refused
 from ..safetensors_header import read_header
+from ..weight_formats import check_formats
 from .build import weight_change
 from .changes import Change, Difference
 from .formats import BIAS, REFUSED_ROLES, Roles, group_keys, summary, unread_roles
@@ -55,7 +56,9 @@ def read_lora(path: str, *, names: Names) -> LoraFile:
         raise Refused(f"{path}: convert this LoRA to .safetensors, the only format that Outrigger reads")
     if not file.is_file():
         raise Refused(f"{path}: no such LoRA. Choose a file that is there")
-    layers, unused = group_keys(read_header(file))
+    header = read_header(file)
+    check_formats(file, {name: entry.dtype for name, entry in header.items() if len(entry.shape) > 1})
+    layers, unused = group_keys(header)
     if not layers:
         raise Refused(f"{file.name} is not a LoRA: it has keys such as {summary(unused[:3])}")
     everything = layers
