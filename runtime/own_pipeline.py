@@ -35,6 +35,8 @@ from .weighing import Bytes, weigh
 from .without_spec import OwnPipeline, check_alone, pipeline_without_spec
 
 COLOURS = 3
+AFTERWARDS = ("safety_checker", "watermark")
+"""What pipelines do to a picture after it is decoded, by the names of what does it."""
 
 
 class DiffusersPipeline:
@@ -117,6 +119,10 @@ class DiffusersPipeline:
         progress = self._watched(progress)
         if request.preview != "none":
             progress(SAMPLING, 0, 1, notice=f"no previews: {self._found.kind} shows its latent in no known colours")
+        for part in AFTERWARDS:
+            if getattr(self._pipeline, part, None) is not None:
+                notice = f"{self._found.kind}'s {part} is left out: Decode makes the picture alone"
+                progress(SAMPLING, 0, 1, notice=notice)
         progress(SAMPLING, 0, request.settings.steps)
         try:
             self._pipeline(**arguments, **self._way.reporting(self._pipeline, progress))

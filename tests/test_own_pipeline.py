@@ -153,6 +153,18 @@ def test_a_file_that_is_written_to_ends_the_run_that_reads_from_it(folder, tmp_p
     assert "has been written to" in pipeline.changed
 
 
+def test_what_a_pipeline_would_do_to_the_decoded_picture_is_told_of(folder, pipeline, monkeypatch):
+    told: list[str] = []
+    listen = lambda *_, notice="", **others: told.append(notice)  # noqa: E731
+    pipeline.sample(request(folder), progress=listen)
+    assert not any(told)
+    monkeypatch.setattr(pipeline._pipeline, "watermark", object(), raising=False)
+    pipeline.sample(request(folder), progress=listen)
+    assert [line for line in told if line] == [
+        "AuraFlowPipeline's watermark is left out: Decode makes the picture alone"
+    ]
+
+
 def widgets(**changed) -> dict:
     return {"settings": SampleSettings(**{"steps": STEPS, "cfg": CFG, **changed})}
 
