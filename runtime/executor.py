@@ -233,8 +233,8 @@ class Executor:
         if ranks.degrees != ranks.plan.degrees:
             ranks.degrees = ranks.plan.degrees
             self._to(ranks.all, encode(Spread(parallel=ParallelSettings(**ranks.degrees)))[0])
-        job.sent, job.deadline, self._model = True, None, job.request.model.model
-        self._to(ranks.working, job.frames)
+        job.working, job.deadline, self._model = ranks.working, None, job.request.model.model
+        self._to(job.working, job.frames)
 
     def _to(self, ranks: Iterable[Rank], frames: Frames) -> None:
         for rank in ranks:

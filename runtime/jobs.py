@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .channel import Frames
@@ -19,16 +21,18 @@ HINTS = {
     "SIGBUS": ", as the system does when a file that is in use is cut short, or its disk fails",
 }
 """What it may mean that a process was ended by a signal."""
+TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
+"""What those say who have waited in vain for another rank."""
 
 
 @dataclass
 class Job:
-    """A request being run, whose client is `peer`, and what is known of it."""
+    """A request being run, whose client is `peer`, the ranks that have it (`working`), and what is known of it."""
 
     peer: bytes
     request: Work
     frames: Frames
-    sent: bool = False
+    working: Sequence[Rank] = ()
     last: Progress | None = None
     result: Frames | None = None
     stopped: bool = False
@@ -44,9 +48,19 @@ class Job:
         return self.request.job
 
     @property
+    def sent(self) -> bool:
+        """Whether ranks have it."""
+        return bool(self.working)
+
+    @property
     def reason(self) -> Failed:
-        """Why it failed: where memory ran out on one rank, what others met may follow from that."""
-        return next((failure for failure in self.failures if failure.out_of_memory), self.failures[0])
+        """Why it failed: where memory ran out on one rank, what others met may follow from that; and whom they waited for."""
+        failure = next((failure for failure in self.failures if failure.out_of_memory), self.failures[0])
+        silent = [rank.settings for rank in self.working if rank.settings.rank not in self.through]
+        if not silent or not TIMED_OUT.search(failure.message):
+            return failure
+        message = f"the process of this rank on {silent[0].device} hangs; the next prompt starts new ranks ({failure.message})"
+        return failure.model_copy(update={"rank": silent[0].rank, "message": message[: 1 << 14]})
 
 
 def files_of(model: ModelSettings) -> LoadedFiles:

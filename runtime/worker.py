@@ -57,6 +57,9 @@ from .settings import ModelSettings, ParallelSettings
 from .shelf import Shelf
 from .weighing import Bytes
 
+PATIENCE_SECONDS = 1800.0
+"""How long a rank waits for another within a job."""
+
 log = logging.getLogger("outrigger")
 
 
@@ -249,7 +252,8 @@ def _end_with_stdin() -> None:
 
 def _mesh(settings: RankSettings) -> Mesh:
     place = {"rank": settings.rank, "device": settings.device}
-    return Mesh.join(settings.parallel.degrees, **place, init_method=f"file://{settings.store}")
+    store = f"file://{settings.store}"
+    return Mesh.join(settings.parallel.degrees, **place, init_method=store, timeout=PATIENCE_SECONDS)
 
 
 def main() -> None:

@@ -13,11 +13,11 @@ from urllib.parse import parse_qsl
 import torch
 import torch.distributed as dist
 
+from runtime import worker
 from runtime.errors import Refused
 from runtime.progress import tell_failure
 from runtime.protocol import Conditioning
 from runtime.weighing import Bytes
-from runtime.worker import run
 
 
 def run_out_of_memory(how):
@@ -112,4 +112,5 @@ if __name__ == "__main__":
     if os.environ.get("FAKE_WORKER_BREAKS"):
         print("ImportError: no such library", file=sys.stderr)
         sys.exit(3)
-    run(load=FakePipeline.load)
+    worker.PATIENCE_SECONDS = float(os.environ.get("FAKE_PATIENCE_SECONDS", worker.PATIENCE_SECONDS))
+    worker.run(load=FakePipeline.load)

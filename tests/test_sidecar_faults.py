@@ -25,13 +25,13 @@ def sidecar():
         yield running
 
 
-def failure_of(sidecar, request, *, kill=None):
-    """The error a request ends with, and the seconds until then; with `kill` that process is killed at step 2."""
+def failure_of(sidecar, request, *, kill=None, by=signal.SIGKILL):
+    """The error a request ends with, and the seconds until then; with `kill` that process is sent a signal at step 2."""
     started = time.monotonic()
     with pytest.raises((SidecarError, ValueError)) as caught:
         for event in sidecar.call(request, interrupted=never):
             if kill is not None and steps_of([event]) == [2]:
-                os.kill(kill(), signal.SIGKILL)
+                os.kill(kill(), by)
                 started = time.monotonic()
     return caught.value, time.monotonic() - started
 
@@ -63,6 +63,18 @@ def test_a_rank_that_is_killed_is_named_within_five_seconds(sidecar, ranks, vict
     assert not still_there(processes, within=5)
     after = run(sidecar, sample("fake?step=0.2", ranks=ranks, steps=1))
     assert steps_of(after, "loading") and not set(rank_pids(sidecar)) & set(pids)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process cannot be stopped here")
+def test_a_rank_that_hangs_is_named_when_the_others_give_up_and_all_are_replaced(monkeypatch):
+    monkeypatch.setenv("FAKE_PATIENCE_SECONDS", "3")
+    with fake_sidecar() as sidecar:
+        run(sidecar, sample(ranks=2))
+        pids = rank_pids(sidecar)
+        request = sample("fake?step=0.2", ranks=2, steps=50)
+        error, _ = failure_of(sidecar, request, kill=lambda: pids[1], by=signal.SIGSTOP)
+        assert error.rank == 1 and "the process of this rank on cpu hangs" in str(error)
+        assert steps_of(run(sidecar, sample(ranks=2))) == [1, 2, 3] and not set(rank_pids(sidecar)) & set(pids)
 
 
 def test_a_rank_killed_between_jobs_is_replaced(sidecar):
