@@ -15,6 +15,9 @@ from .guidance import Predict
 from .protocol import Conditioning
 from .tokens import image_ids, pack, pad_to_patch, patches, unpack, video_places
 
+CLEAN = "index_timestep_zero"
+"""The way in which references have no noise."""
+
 GUIDANCE = 3.5
 """Of a model that is told its guidance, when the conditioning does not say; ComfyUI's number."""
 
@@ -27,6 +30,8 @@ class Predictor:
 
     def __init__(self, model: nn.Module, family: FamilySpec, *, dtype: torch.dtype) -> None:
         self._model, self._family, self._dtype = model, family, dtype
+        switch = family.clean_references
+        self._switched = [module for module in model.modules() if switch and hasattr(module, switch)]
 
     def __call__(self, x: torch.Tensor, sigma: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
         """`x` is `(B, C, [F,] H, W)`, `sigma` has no dims, the conditioning is of the same batch, device and dtype."""
@@ -45,6 +50,8 @@ class Predictor:
             latent = torch.cat([latent, pad_to_patch(conditioning.concat_latent, family.patch)], dim=1)
         if family.packed:
             latent = torch.cat([pack(picture, family.patch) for picture in (latent, *references)], dim=1)
+        for module in self._switched:
+            setattr(module, family.clean_references, conditioning.reference_method == CLEAN)
         output = self._run(latent, timestep, inputs)
         if family.packed:
             output = unpack(output, latent_shape, family.patch)

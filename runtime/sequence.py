@@ -276,9 +276,9 @@ def _on_output(function: Callable[[torch.Tensor, TokenPlace], torch.Tensor], pla
 
 
 def _splitting(sequence: Sequence, module: nn.Module, place: TokenPlace) -> Any:
-    """A hook that splits one argument of a module, where it has the dim of the tokens."""
+    """A hook that splits one argument of a module, where it is given and has the dim of the tokens."""
     return _on_argument(
-        module, place.argument, lambda tensor: sequence.split(tensor, place) if tensor.ndim > place.dim else tensor
+        module, place.argument, lambda it: it if it is None or it.ndim <= place.dim else sequence.split(it, place)
     )
 
 

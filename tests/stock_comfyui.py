@@ -79,11 +79,16 @@ def small_model(path: Path):
 
 
 def with_newer_options(config: dict) -> dict:
-    """A configuration with what the HunyuanVideo of this version wants to know beside."""
+    """A configuration with what the classes of this version want to know beside."""
+    from comfy.ldm.chroma.model import ChromaParams
+    from comfy.ldm.flux.model import FluxParams
     from comfy.ldm.hunyuan_video.model import HunyuanVideoParams
 
-    asked = config.get("image_model") == "hunyuan_video" and "meanflow_sum" in HunyuanVideoParams.__dataclass_fields__
-    return {**config, **({"meanflow_sum": False} if asked else {})}
+    kind = config.get("image_model")
+    params = {"flux": FluxParams, "flux2": FluxParams, "chroma": ChromaParams, "hunyuan_video": HunyuanVideoParams}
+    newer = {"meanflow_sum": False, "txt_ids_dims": [3] if kind == "flux2" else [], "vec_in_dim": None}
+    asked = getattr(params.get(kind), "__dataclass_fields__", {})
+    return {**{name: value for name, value in newer.items() if name in asked}, **config}
 
 
 def random_weights(tensors: dict[str, torch.Tensor], *, seed: int):

@@ -68,10 +68,10 @@ REFERENCE = torch.randn(1, 16, 1, 4, 8, generator=torch.Generator().manual_seed(
 """In the VAE's space."""
 
 
-def sample_with_reference(case: Case, mesh: Mesh) -> torch.Tensor:
+def sample_with_reference(case: Case, mesh: Mesh, method: str = "") -> torch.Tensor:
     """The latent of a case whose positive prompt has a reference beside it."""
-    request = sample_request(case)
-    positive = tuple(each.model_copy(update={"references": (REFERENCE,)}) for each in request.positive)
+    request, reference = sample_request(case), {"references": (REFERENCE,), "reference_method": method}
+    positive = tuple(each.model_copy(update=reference) for each in request.positive)
     pipeline = Pipeline.load(request.model, mesh=mesh, progress=ignore_progress)
     return pipeline.sample(request.model_copy(update={"positive": positive}), progress=ignore_progress)
 
@@ -101,6 +101,21 @@ def test_a_reference_of_qwen_image_edit_2511_has_no_noise_on_any_rank(degrees):
     assert relative_error(alone, plain_euler(case, family, velocity)) < 2 * AGAINST_DIFFUSERS
     for result in run_as_threads(degrees, lambda mesh: sample_with_reference(case, mesh)):
         assert relative_error(result, alone) < LIMIT
+
+
+@pytest.mark.parametrize("degrees", [{}, {"ring": 2, "tensor": 2}], ids=str)
+def test_the_method_of_a_conditioning_stands_for_the_mark_of_2511(degrees):
+    """Files of it lack that where others than ComfyUI made them; its templates name the method."""
+
+    def samples(model: str, method: str) -> list[torch.Tensor]:
+        case = Case(model=f"random:{model}", latent=(1, 16, 1, 8, 8), prompts=(5, 9), degrees=degrees, steps=2)
+        return run_as_threads(degrees, lambda mesh: sample_with_reference(case, mesh, method))
+
+    clean, plain = (samples(model, "") for model in ("qwen-2511", "qwen"))
+    assert relative_error(clean[0], plain[0]) > 1e-3
+    for told, meant in (("index_timestep_zero", clean), ("index", plain)):
+        for model in ("qwen-2511", "qwen"):
+            assert all(map(torch.equal, samples(model, told), meant))
 
 
 Velocity = Callable[[torch.Tensor, torch.Tensor, Conditioning], torch.Tensor]

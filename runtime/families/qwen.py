@@ -106,6 +106,7 @@ QWEN = FamilySpec(
             TokenPlace("pos_embed", item=0, dim=0),
             TokenPlace("pos_embed", item=1, dim=0, stream="text"),
             TokenPlace("transformer_blocks.0", "encoder_hidden_states", stream="text"),
+            TokenPlace(r"transformer_blocks\.\d+", "modulate_index"),
         ),
         gathered=(TokenPlace("proj_out"),),
         masks=(TokenPlace("", "encoder_hidden_states_mask", stream="text"),),
@@ -150,7 +151,8 @@ QWEN = FamilySpec(
     timestep_scale=1.0,
     rounded_timestep=(r"time_text_embed\.time_proj", 1.0),
     sigma_table=10000,
-    references=("index",),
+    references=("index", "index_timestep_zero"),
+    clean_references="zero_cond_t",
     text_encoders="Qwen2.5-VL: use a CLIP Loader (type qwen_image) and CLIP Text Encode",
     texts=QWEN25_VL,
 )
@@ -164,9 +166,8 @@ QWEN_2511 = replace(
     unused=MARK,
     config_from=lambda shapes: {**config_from(shapes), "zero_cond_t": True},
     unsupported_config=not_2511,
-    split=replace(QWEN.split, split=(*QWEN.split.split, TokenPlace(r"transformer_blocks\.\d+", "modulate_index"))),
-    references=("index_timestep_zero",),
+    references=("index_timestep_zero", "index"),
     activations=replace(QWEN.activations, mlp=Moment(9, hidden=2, text=5)),
     tiny=MappingProxyType({**TINY, "zero_cond_t": True}),
 )
-"""The tokens of references are modulated as if they had no noise."""
+"""The tokens of references are modulated as if they had no noise, where no other way is asked for."""

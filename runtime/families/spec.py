@@ -127,6 +127,9 @@ class FamilySpec:
     """What it takes beside the channels of the latent."""
     references: tuple[str, ...] = ()
     """The ways in which reference latents can be placed, its own one first."""
+    clean_references: str = ""
+    """The attribute by which its class and blocks modulate the tokens of references as if they had no noise, which the way
+    "index_timestep_zero" asks for."""
     references_apart: int = 1
     """How far the numbers of two references are from one another."""
     refuses: tuple[tuple[str, str], ...] = ()
