@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 from .degrees import Degrees
 from .families.cuts import Moment
 from .footprint import DTYPE_BYTES, FLOAT32_BYTES
 from .inspection import ModelFacts
-from .workload import Workload
+from .workload import Call, Prompt, Workload
 
 LATENTS = 4
 """Of sampling in float32: the one that is given, noise, the sampler's own and its input. What the model takes is joined of
 the branches, first in float32."""
-PROMPTS = 2
-"""As they are read, and as the model takes them."""
+READ, TAKEN = 1, 1
+"""Copies of a prompt: as it is read, and as the model takes it."""
 QKV = 3
 BESIDE = 3
 """What stands beside the latent: as it is read, joined with that of the other branches, and in what the model takes."""
@@ -38,13 +39,24 @@ def activation_bytes(facts: ModelFacts, degrees: Degrees, load: Workload, *, dty
     form, size = facts.spec.activations, DTYPE_BYTES[dtype]
     if form is None:
         return 0
-    joined = -(-load.branches // degrees.cfg) if load.branches > 1 else 1
-    items = -(-load.batch * joined // degrees.data)
+    calls = [
+        _bytes_of(call, entries, facts, degrees, load, size)
+        for entries in load.shares(degrees.cfg)
+        for call in load.calls(entries, fill=facts.spec.text_fill)
+    ]
+    return max(calls, default=0) + _widened(facts, size)
+
+
+def _bytes_of(
+    call: Call, entries: Sequence[Prompt], facts: ModelFacts, degrees: Degrees, load: Workload, size: int
+) -> int:
+    """What a rank has that evaluates these entries, in one of its calls of the model."""
+    form = facts.spec.activations
+    items = -(-load.batch * call.count // degrees.data)
     sharing = degrees.ring * degrees.ulysses * (degrees.cfg if load.branches == 1 else 1)
-    words = max(load.text, facts.spec.text_fill)
     is_dealt = any("text" in (place.stream, *place.behind) for place in facts.spec.split.split)
-    tokens = load.tokens(facts.spec.patch)
-    image, text = -(-tokens // sharing), -(-words // (sharing if is_dealt else 1))
+    tokens = load.tokens(facts.spec.patch, dims=call.dims)
+    image, text = -(-tokens // sharing), -(-call.text // (sharing if is_dealt else 1))
     moments = (form.mlp, form.widened) if size < FLOAT32_BYTES else (form.mlp,)
     block = max(_moment(each, facts, degrees.tensor, image, text, size) for each in moments)
     exchanged = (image if form.attention.text == 0 else image + text) * _heads(facts, degrees.tensor)
@@ -53,9 +65,10 @@ def activation_bytes(facts: ModelFacts, degrees: Degrees, load: Workload, *, dty
     undealt = (
         (form.undealt * (tokens - image) * size + form.tables * tokens * FLOAT32_BYTES) * facts.heads * facts.head_dim
     )
-    latents = _latents(facts, load, joined, items, size)
-    prompts = PROMPTS * joined * load.batch * words * facts.config.get(facts.spec.text_width, 0) * size
-    return round(items * (max(block, attention) + undealt)) + latents + prompts + _widened(facts, size)
+    words = sum(max(entry.text, facts.spec.text_fill) * (TAKEN if entry.again else READ + TAKEN) for entry in entries)
+    prompts = load.batch * words * facts.config.get(facts.spec.text_width, 0) * size
+    latents = _latents(facts, load, call.count, items, size)
+    return round(items * (max(block, attention) + undealt)) + latents + prompts
 
 
 def _latents(facts: ModelFacts, load: Workload, joined: int, items: int, size: int) -> int:

@@ -12,12 +12,9 @@ from .parallel.shares import even_lengths, span
 from .parallel.ulysses import gather_tokens
 from .protocol import Conditioning
 from .regions import Box, box_of, weight_of
-from .workload import count_branches
+from .workload import MOST_JOINED, count_branches
 
 Predict = Callable[[torch.Tensor, torch.Tensor, Conditioning], torch.Tensor]
-MOST_JOINED = 4
-"""Entries that go through the model together at most: more would only take memory."""
-
 NO_WEIGHT = 1e-37
 """What a place that no entry covers is divided by; ComfyUI's number."""
 

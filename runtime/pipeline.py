@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .agreement import agree
+from .areas import pair_areas
 from .blocks import BlockRunner
 from .casting import take_exact_timestep, take_model_dtype
 from .checkpoint import build_transformer, fill_transformer
@@ -36,7 +37,7 @@ from .previews import previewer
 from .progress import ReportProgress
 from .protocol import Conditioning, Sample
 from .quant.kernels import usable_kernels
-from .regions import pair_areas, resolve_region
+from .regions import resolve_region
 from .release import release_memory
 from .replicas import Replicas
 from .room import bytes_needed

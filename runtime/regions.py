@@ -1,39 +1,17 @@
-"""Where a conditioning counts: areas and masks, with the numbers of ComfyUI.
-
-An area is a size and then an offset for each dim, `(F, H, W, Z, Y, X)` or `(H, W, Y, X)`, in latent pixels.
-"""
+"""Where a conditioning counts: areas and masks, with the numbers of ComfyUI."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import permutations
 
 import torch
 import torch.nn.functional as F
 
+from .areas import Area, area_of_percent, spans_of
 from .protocol import Conditioning
-
-WHOLE = 1 << 31
-"""Size of an area along a dim that it does not limit; cut to the latent where it is used."""
 
 SMALLEST_BOUNDS = 8
 FEATHER = 8
-MODEL_READS = (
-    "embedding",
-    "second_embedding",
-    "pooled",
-    "attention_mask",
-    "guidance",
-    "references",
-    "reference_method",
-    "concat_latent",
-    "clip_vision",
-    "clip_vision_last",
-    "noise_levels",
-    "frame_rate",
-)
-Area = tuple[int, ...]
 Box = tuple[slice, ...]
 """An index into a latent `(B, C, ...)`."""
 
@@ -49,7 +27,7 @@ def resolve_region(conditioning: Conditioning, dims: Sequence[int]) -> Condition
             "the area of a conditioning is one of a video, but this latent is of pictures: set it in 2 dims"
         )
     if conditioning.area_percent is not None:
-        changes["area"] = _area_of_percent(conditioning.area_percent, dims)
+        changes["area"] = area_of_percent(conditioning.area_percent, dims)
     if conditioning.mask is not None:
         changes["mask"] = mask = _fit_mask(conditioning.mask, dims)
         if conditioning.area_from_mask:
@@ -57,35 +35,11 @@ def resolve_region(conditioning: Conditioning, dims: Sequence[int]) -> Condition
     return conditioning.model_copy(update=changes)
 
 
-def pair_areas(*branches: Sequence[Conditioning]) -> list[list[Conditioning]]:
-    """The branches of guidance, where each area of one has an entry of its own in every other.
-
-    The entry that is added reads what the smallest entry around the area reads, and counts where and when the area does.
-    """
-    paired = [list(branch) for branch in branches]
-    for given, other in permutations(paired, 2):
-        for conditioning in given:
-            other += _counterpart(conditioning, other)
-    return paired
-
-
 def box_of(area: Area | None, shape: Sequence[int]) -> Box | None:
     """The part of a latent of `shape` that an area covers; None for all. Raises `ValueError` for an area outside."""
     if area is None:
         return None
-    dims = shape[2:]
-    sizes, offsets = _halves(_in_dims(area, len(dims)))
-    if any(offset >= size for offset, size in zip(offsets, dims, strict=True)):
-        raise ValueError(
-            f"the area of a conditioning begins at {offsets}, outside the latent of {tuple(dims)}: move the area, or make "
-            f"the latent larger"
-        )
-    ends = [min(size, offset + own) for own, offset, size in zip(sizes, offsets, dims, strict=True)]
-    if any(end == offset for end, offset in zip(ends, offsets, strict=True)):
-        raise ValueError(
-            f"the area of a conditioning has the size {sizes}: make it at least 1 latent pixel wide and high"
-        )
-    return (slice(None), slice(None), *map(slice, offsets, ends))
+    return (slice(None), slice(None), *(slice(*span) for span in spans_of(area, shape[2:])))
 
 
 def weight_of(conditioning: Conditioning, box: Box | None, x: torch.Tensor) -> torch.Tensor:
@@ -120,16 +74,6 @@ def _feathered(weight: torch.Tensor, box: Box, dims: Sequence[int]) -> torch.Ten
     return weight
 
 
-def _area_of_percent(percent: Sequence[float], dims: Sequence[int]) -> Area:
-    sizes, offsets = _halves(percent)
-    missing = len(dims) - len(sizes)
-    sizes, offsets = (1.0,) * missing + sizes, (0.0,) * missing + offsets
-    return (
-        *(max(1, round(part * size)) for part, size in zip(sizes, dims, strict=True)),
-        *(round(part * size) for part, size in zip(offsets, dims, strict=True)),
-    )
-
-
 def _fit_mask(mask: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     """A mask `(H, W)`, `(N, H, W)` or `(N, F, H, W)` as `(N, *dims)`; the pictures of a mask are frames of a video."""
     if mask.ndim == 2:
@@ -157,42 +101,3 @@ def _bounds(mask: torch.Tensor) -> Area:
     first, last = zip(*((int(at.min()), int(at.max())) for at in torch.where(filled)), strict=True)
     sizes = (max(SMALLEST_BOUNDS, high - low + 1) for low, high in zip(first, last, strict=True))
     return (*sizes, *first)
-
-
-def _counterpart(conditioning: Conditioning, others: Sequence[Conditioning]) -> list[Conditioning]:
-    """What `others` lacks for the area of a conditioning: nothing, or one entry."""
-    area = conditioning.area
-    if area is None:
-        return []
-    around = [other for other in others if other.area is None or _holds(other.area, area)]
-    with_area = [other for other in around if other.area is not None]
-    if not around:
-        return []
-    read = min(with_area, key=lambda other: math.prod(_halves(other.area)[0])) if with_area else around[0]
-    if read.area == area:
-        return []
-    model_reads = {name: getattr(read, name) for name in MODEL_READS}
-    return [conditioning.model_copy(update=model_reads)]
-
-
-def _holds(outer: Area, inner: Area) -> bool:
-    """Whether an area lies in another."""
-    count = max(len(outer), len(inner)) // 2
-    sizes, offsets = _halves(_in_dims(outer, count))
-    own_sizes, own_offsets = _halves(_in_dims(inner, count))
-    return all(
-        start <= own_start and own_start + own <= start + size
-        for start, size, own_start, own in zip(offsets, sizes, own_offsets, own_sizes, strict=True)
-    )
-
-
-def _in_dims(area: Area, count: int) -> Area:
-    """An area in more dims: whole along those it does not name, which come first."""
-    sizes, offsets = _halves(area)
-    missing = count - len(sizes)
-    return (WHOLE,) * missing + sizes + (0,) * missing + offsets
-
-
-def _halves(area: Sequence) -> tuple[tuple, tuple]:
-    half = len(area) // 2
-    return tuple(area[:half]), tuple(area[half:])

@@ -3,17 +3,53 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from .areas import Area, area_of_percent, pair_areas, spans_of
 from .families.spec import LatentFormat
+from .message import Conditioning
+from .parallel.lengths import even_lengths, span
 from .protocol import Sample
+
+MOST_JOINED = 4
+"""Entries of guidance that go through the model together at most: more would only take memory."""
+
+
+class Prompt(NamedTuple):
+    """An entry of a branch of guidance: how many tokens its `text` has, the `area` it covers, None for all of the latent, and
+    between which parts of the way it is used. `again`: it reads what another one of its branch has read.
+    """
+
+    text: int
+    area: Area | None = None
+    start: float = 0.0
+    end: float = 1.0
+    again: bool = False
+
+    @classmethod
+    def of(cls, entry: Conditioning, *, again: bool = False) -> Prompt:
+        """Of an entry whose area is in latent pixels; one that follows from a mask counts as all of the latent."""
+        start, end = (0.0 if entry.start_percent is None else entry.start_percent), entry.end_percent
+        return cls(entry.text_tokens, entry.area, start, 1.0 if end is None else end, again)
+
+
+class Call(NamedTuple):
+    """So many entries that go through the model together, each of so many tokens of text and this part of the latent."""
+
+    count: int
+    text: int
+    dims: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Workload:
     """One step of sampling: the shape of the `latent`, `(B, C, H, W)` or `(B, C, F, H, W)`, and those of the `references`
     beside it; the tokens of the longest prompt; and how many branches guidance evaluates. `downscale` as in `Sample`.
+    `prompts` are the entries of those branches; where they are not known, one of the longest prompt for each.
     """
 
     latent: tuple[int, ...]
@@ -21,20 +57,27 @@ class Workload:
     branches: int = 1
     references: tuple[tuple[int, ...], ...] = ()
     downscale: tuple[int | None, int | None] = (None, None)
+    prompts: tuple[tuple[Prompt, ...], ...] = ()
 
     @classmethod
     def of(cls, request: Sample) -> Workload:
         """That of a request, whose tensors may be references to tensors."""
         entries = [entry for branch in request.branches for entry in branch]
-        settings = request.settings
+        settings, latent = request.settings, tuple(request.latent.shape)
+        count = count_branches(
+            request.branches,
+            settings.scales,
+            keep_last=settings.sampler_name.endswith("_cfg_pp"),
+            perpendicular=settings.is_perpendicular,
+        )
+        paired = pair_areas(*([_in_pixels(entry, latent[2:]) for entry in branch] for branch in request.branches))
         return cls(
-            latent=tuple(request.latent.shape),
+            latent=latent,
             text=max(entry.text_tokens for entry in entries),
-            branches=count_branches(
-                request.branches,
-                settings.scales,
-                keep_last=settings.sampler_name.endswith("_cfg_pp"),
-                perpendicular=settings.is_perpendicular,
+            branches=count,
+            prompts=tuple(
+                tuple(Prompt.of(entry, again=number >= len(given)) for number, entry in enumerate(branch))
+                for branch, given in zip(paired[:count], request.branches, strict=False)
             ),
             references=max((tuple(tuple(each.shape) for each in entry.references) for entry in entries), key=len),
             downscale=request.downscale,
@@ -55,12 +98,42 @@ class Workload:
         """How many pictures or videos."""
         return self.latent[0]
 
-    def tokens(self, patch: tuple[int, ...]) -> int:
-        """How many tokens an item has, references among them."""
+    def tokens(self, patch: tuple[int, ...], *, dims: tuple[int, ...] = ()) -> int:
+        """How many tokens an item has, references among them; or a part of it, of these dims."""
         return sum(
             math.prod(-(-size // step) for size, step in zip(shape[-len(patch) :], patch, strict=True))
-            for shape in (self.latent, *self.references)
+            for shape in (dims or self.latent, *self.references)
         )
+
+    def shares(self, cfg: int) -> list[list[Prompt]]:
+        """The entries that each of `cfg` ranks evaluates: branches are dealt out, a single one is evaluated by all."""
+        branches = self.prompts or ((Prompt(self.text),),) * self.branches
+        lengths = even_lengths(len(branches), min(cfg, len(branches)))
+        dealt = (branches[span(lengths, rank)] for rank in range(len(lengths)))
+        return [[entry for branch in own for entry in branch] for own in dealt]
+
+    def calls(self, entries: Sequence[Prompt], *, fill: int = 0) -> list[Call]:
+        """The calls of the model for these entries, at all parts of the way. A family fills prompts up to so many tokens."""
+        calls: set[Call] = set()
+        for moment in {entry.start for entry in entries}:
+            used = [entry for entry in entries if entry.start <= moment <= entry.end]
+            alike = Counter((max(entry.text, fill), self._dims_of(entry.area)) for entry in used)
+            calls |= {Call(min(count, MOST_JOINED), *shape) for shape, count in alike.items()}
+        return sorted(calls)
+
+    def _dims_of(self, area: Area | None) -> tuple[int, ...]:
+        """The part of the latent that an area covers; all of it for one that does not fit, which the job will refuse."""
+        dims = self.latent[2:]
+        with suppress(ValueError):
+            return dims if area is None else tuple(end - start for start, end in spans_of(area, dims))
+        return dims
+
+
+def _in_pixels(entry: Conditioning, dims: Sequence[int]) -> Conditioning:
+    """An entry with its area in pixels of a latent of these dims."""
+    if entry.area_percent is None or len(entry.area_percent) > 2 * len(dims):
+        return entry
+    return entry.model_copy(update={"area": area_of_percent(entry.area_percent, dims)})
 
 
 def count_branches(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from runtime.activations import activation_bytes
@@ -11,10 +13,11 @@ from runtime.inspection import inspect_model
 from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
+from runtime.protocol import Conditioning, Sample
 from runtime.settings import ModelSettings
 from runtime.workload import Workload
 from tests.live_bytes import LiveBytes
-from tests.ranks import Case, run_as_threads, sample_request
+from tests.ranks import Case, family_case, run_as_threads, sample_request
 
 NEAR = 0.15
 PLANS = ({}, {"tensor": 2}, {"ulysses": 2})
@@ -29,13 +32,12 @@ MORE_PLANS = (
 )
 
 
-def measured(case: Case, degrees: dict[str, int]) -> int:
+def measured(case: Case, degrees: dict[str, int], request: Sample | None = None) -> int:
     """The most bytes of tensors that the rank which holds most makes in a step, beside its weights."""
-    settings = ModelSettings(model=case.model, dtype=case.dtype)
+    settings, request = ModelSettings(model=case.model, dtype=case.dtype), request or sample_request(case)
 
     def run(mesh: Mesh) -> int:
         pipeline = Pipeline.load(settings, mesh=mesh, progress=ignore_progress)
-        request = sample_request(case)
         with LiveBytes() as live:
             pipeline.sample(request, progress=ignore_progress)
         return live.peak
@@ -84,3 +86,50 @@ def test_also_with_a_batch_and_two_prompts(family, degrees, dtype):
 @pytest.mark.parametrize("options", [{"text": 200}, {"dtype": "bf16"}], ids=str)
 def test_also_with_a_long_prompt_and_in_half_the_bits(family, options):
     assert abs(off_by(family, {}, **options)) < NEAR
+
+
+HALVES = [{"area": (40, 24, 0, 0)}, {"area_percent": (1.0, 0.5, 0.0, 0.5)}]
+SHARED = {
+    "prompts of two lengths": {"prompts": (20, 60)},
+    "prompts of two lengths, a rank for each": {"prompts": (20, 60), "degrees": {"cfg": 2}},
+    "three entries": {"entries": [{}, {"strength": 0.4}, {"strength": 0.2}]},
+    "more than go through the model together": {"entries": [{}] * 6},
+    "two halves": {"entries": HALVES},
+}
+"""What the positive side of guidance has, beside a negative prompt."""
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_entries_go_through_the_model_together_where_the_plan_says(name):
+    off = regions_off_by("wan", **SHARED[name])
+    assert abs(off) < NEAR
+
+
+def test_entries_that_take_turns_count_together_for_the_step_at_which_they_meet():
+    """Whether there is one depends on the schedule, so that the estimate may be too large, and is not too small."""
+    turns = [{"end_percent": 0.3}, {"start_percent": 0.3}]
+    apart = [{"end_percent": 0.3}, {"start_percent": 0.31}]
+    assert -NEAR < regions_off_by("wan", entries=apart, steps=4) < NEAR
+    assert NEAR < regions_off_by("wan", entries=turns, steps=4) < 0.5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if not FAMILIES[name].picture_tokens])
+def test_also_in_every_family(family, name):
+    assert abs(regions_off_by(family, **SHARED[name])) < NEAR
+
+
+def regions_off_by(family: str, *, entries: Sequence[dict] = ({},), degrees: dict | None = None, **changes) -> float:
+    """The relative error of the estimate for a request with these entries on its positive side."""
+    form = FAMILIES[family].latent
+    latent = (1, form.channels, *(1,) * (form.dims - 2), 40, 48)
+    case = family_case(family, **{"latent": latent, "prompts": (20, 20), "padded": False, **changes})
+    drawn = sample_request(case)
+    positive = [Conditioning(**{**dict(drawn.positive[0]), **fields}) for fields in entries]
+    request = drawn.model_copy(update={"positive": tuple(positive)})
+    load, degrees = Workload.of(request), degrees or {}
+    estimated = activation_bytes(inspect_model(case.model), Degrees(**degrees), load, dtype="fp32")
+    error = estimated / measured(case, degrees, request) - 1
+    print(f"{family} {changes}: {error:+.1%}")
+    return error

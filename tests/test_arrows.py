@@ -77,6 +77,7 @@ FACTS = (
     "text_files",
     "parts",
     "machine",
+    "areas",
     "workload",
     "degrees",
     "lora.size",

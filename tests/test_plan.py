@@ -21,7 +21,7 @@ from runtime.plan import PlanRefused, make_plan, plan_model
 from runtime.protocol import Conditioning, Sample
 from runtime.sampling import fit_empty_latent, resize_empty_latent
 from runtime.settings import AXES, LoraSettings, MemorySettings, ModelSettings, ParallelSettings, SampleSettings
-from runtime.workload import Workload
+from runtime.workload import MOST_JOINED, Call, Prompt, Workload
 from tests.lora_files import Draw, kohya
 from tests.published_keys import read_keys, write_file
 from tests.timing import least
@@ -255,11 +255,25 @@ def test_a_request_has_the_workload_of_its_parts():
         )
 
     both = Workload.of(request(settings=SampleSettings(), negative=(prompt(7),)))
-    assert both == Workload(latent=(3, 16, 9, 15, 6), text=9, branches=2, downscale=(8, None))
+    prompts = ((Prompt(5), Prompt(9)), (Prompt(7),))
+    assert both == Workload(latent=(3, 16, 9, 15, 6), text=9, branches=2, downscale=(8, None), prompts=prompts)
     assert (both.batch, both.tokens((1, 2, 2))) == (3, 9 * 8 * 3)
     assert Workload.of(request(settings=SampleSettings(cfg=1.0), negative=(prompt(7),))).branches == 1
     three = request(settings=SampleSettings(cfg_middle=2.0), negative=(prompt(7),), middle=(prompt(30),))
     assert (Workload.of(three).branches, Workload.of(three).text) == (3, 30)
+
+
+def test_entries_of_one_length_and_size_go_through_the_model_together_where_they_are_used_at_once():
+    half, outside, never = (40, 24, 0, 0), (40, 24, 90, 0), {"start": 0.5, "end": 0.2}
+    branches = ((Prompt(5), Prompt(9), Prompt(9, half)), (Prompt(9), Prompt(5, **never)))
+    load, whole = Workload((1, 16, 40, 48), text=9, branches=2, prompts=branches), (40, 48)
+    alone, (first, second) = load.shares(1)[0], load.shares(2)
+    assert load.calls(alone) == [Call(1, 5, whole), Call(1, 9, (40, 24)), Call(2, 9, whole)]
+    assert load.calls(alone, fill=16) == [Call(1, 16, (40, 24)), Call(3, 16, whole)]
+    assert load.calls(first) == [Call(1, 5, whole), Call(1, 9, (40, 24)), Call(1, 9, whole)]
+    assert load.calls(second) == [Call(1, 9, whole)]
+    assert load.calls([Prompt(5, **never)]) == [] and load.calls([Prompt(5, outside)]) == [Call(1, 5, whole)]
+    assert load.calls([Prompt(5)] * 9) == [Call(MOST_JOINED, 5, whole)]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from itertools import combinations, product
 import pytest
 import torch
 
+from runtime.areas import pair_areas
 from runtime.guidance import NO_WEIGHT, Denoiser, Entry
 from runtime.protocol import Conditioning
-from runtime.regions import box_of, pair_areas, resolve_region, weight_of
+from runtime.regions import box_of, resolve_region, weight_of
 from runtime.sampling import FlowTable, cut_sigmas, fit_noise_mask
 from tests.ranks import run_as_threads
 from tests.stock import ask_comfyui
