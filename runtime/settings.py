@@ -40,7 +40,6 @@ BOTH_EXPERTS = "both"
 OFFLOAD_KINDS = ("none", "layerwise", "disk")
 FETCH_KINDS = ("auto", "own", "gather")
 COMPONENT_PLACES = ("auto", "device", "cpu", "on-demand")
-
 AUTO = "auto"
 
 _DEVICES = re.compile(r"auto|cpu:[1-9][0-9]?|cuda:[0-9]{1,2}(,[0-9]{1,2})*")
@@ -85,14 +84,14 @@ class ParallelSettings(Settings):
     @model_validator(mode="after")
     def _degrees_fit_devices(self) -> ParallelSettings:
         count, product = self.device_count, self.product
-        if count is not None and (count % product if self.open_axes else count != product):
-            if count > MAX_DEGREE:
-                raise ValueError(f"{self.devices} is more than {MAX_DEGREE} ranks: name {MAX_DEGREE} devices at most")
-            raise ValueError(
-                f"{self.devices} is {count} device{'s'[: count > 1]}, but {formula(self.set_degrees)} = {product}: "
-                f"choose degrees whose product is {count}, such as ring {count} alone, or set a degree to 0 to have it chosen"
-            )
-        return self
+        if count is None or (count % product == 0 if self.open_axes else count == product):
+            return self
+        if count > MAX_DEGREE:
+            raise ValueError(f"{self.devices} is more than {MAX_DEGREE} ranks: name {MAX_DEGREE} devices at most")
+        raise ValueError(
+            f"{self.devices} is {count} device{'s'[: count > 1]}, but {formula(self.set_degrees)} = {product}: "
+            f"choose degrees whose product is {count}, such as ring {count} alone, or set a degree to 0 to have it chosen"
+        )
 
     @property
     def device_count(self) -> int | None:
