@@ -48,7 +48,7 @@ class StandIn:
     def note(self, report: Report) -> None:
         """Remember what the sidecar has loaded."""
         self._held_here = report.bytes_on(str(self.load_device))
-        self._held = sum(report.bytes_on(device) for device in {*report.devices, "cpu"})
+        self._held = sum(report.bytes_on(device) for device in {"cpu", *(rank.device for rank in report.ranks)})
 
     # What ComfyUI asks
 

@@ -89,7 +89,7 @@ def failed(
 def death(job: Job, rank: Rank) -> Failed:
     """That the process of a rank has ended."""
     what = "ended; the next prompt starts new ranks" if job.sent else "did not start"
-    message = f"the process of this rank on {rank.settings.device} {what} ({status_of(rank)})"
+    message = f"the process of this rank on {rank.settings.device_name} {what} ({status_of(rank)})"
     if changed := job.files.changed:
         message += f". {changed}"
     lines = "\n".join(rank.last_lines)

@@ -86,12 +86,13 @@ class RankSettings(Settings):
     """What a rank is told at its start, as one line of JSON on its standard input.
 
     `endpoint`, `identity` and `token` lead to the server; `store` is the file where the ranks meet; `pool` names the
-    sidecar's folder of shared memory, empty for none. `devices` holds one device for each rank, as the rank sees them, and
-    `parallel` the degrees of their mesh. `keep` is what stays loaded.
+    sidecar's folder of shared memory, empty for none. `devices` holds one device for each rank, as the rank sees them, `names`
+    what the user calls them, and `parallel` the degrees of their mesh. `keep` is what stays loaded.
     """
 
     rank: int = Field(ge=0)
     devices: tuple[str, ...] = Field(min_length=1)
+    names: tuple[str, ...] = ()
     parallel: ParallelSettings
     endpoint: str
     identity: str
@@ -109,3 +110,8 @@ class RankSettings(Settings):
     def device(self) -> str:
         """This rank's own device."""
         return self.devices[self.rank]
+
+    @property
+    def device_name(self) -> str:
+        """What the user calls it: of cuda:2,3 the first rank sees its own as cuda:0."""
+        return self.names[self.rank] if self.names else self.device

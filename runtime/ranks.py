@@ -55,7 +55,9 @@ class Rank:
         """This rank as `Status` tells of it."""
         pid, place = self._process.pid, self.settings
         resident = self.resident.all
-        return RankReport(rank=place.rank, pid=pid, device=place.device, memory=self.memory, resident_bytes=resident)
+        return RankReport(
+            rank=place.rank, pid=pid, device=place.device_name, memory=self.memory, resident_bytes=resident
+        )
 
     @property
     def resident(self) -> Resident:
@@ -128,6 +130,7 @@ class Ranks:
                 RankSettings(
                     rank=rank,
                     devices=_local_devices(plan),
+                    names=plan.devices,
                     parallel=ParallelSettings(**plan.degrees),
                     endpoint=endpoint,
                     identity=f"{self._name}-{rank}",

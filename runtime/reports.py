@@ -86,10 +86,5 @@ class Report(Message):
 
     def bytes_on(self, device: str) -> int:
         """What loaded models take on a device of the server's, or of host memory for "cpu"."""
-        models = [
-            model
-            for rank, place in zip(self.ranks, self.devices, strict=False)
-            for model in rank.memory.models
-            if device in ("cpu", place)
-        ]
+        models = [model for rank in self.ranks if device in ("cpu", rank.device) for model in rank.memory.models]
         return sum(model.host_bytes if device == "cpu" else model.device_bytes for model in models)

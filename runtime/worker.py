@@ -202,7 +202,7 @@ class Worker:
         user_error = isinstance(error, ValueError) and not out_of_memory
         text = problems_of(error) if isinstance(error, ValidationError) else str(error)
         if out_of_memory:
-            text = in_words(error, device=self.settings.device, offload=request.model.memory.offload)
+            text = in_words(error, device=self.settings.device_name, offload=request.model.memory.offload)
         elif not user_error:
             text = f"{type(error).__name__}: {text}"
         return Failed(

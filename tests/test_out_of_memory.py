@@ -70,7 +70,7 @@ def test_the_words_have_what_was_asked_for_and_ways_out_that_are_left():
 @pytest.mark.parametrize(("line", "is_one"), [("MemoryError", True), ("KeyError: 'x'", False)])
 def test_a_rank_that_ended_before_it_could_tell_is_known_by_its_last_lines(line, is_one):
     job = Job(peer=b"", request=Work(job="a", model=ModelSettings(model="m")), frames=[])
-    rank = SimpleNamespace(settings=SimpleNamespace(device="cpu", rank=1), last_lines=[line], exit_status=1)
+    rank = SimpleNamespace(settings=SimpleNamespace(device_name="cpu", rank=1), last_lines=[line], exit_status=1)
     told = death(job, rank)
     assert told.out_of_memory is is_one and line in told.message
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import uuid
+from types import SimpleNamespace
 
 import msgpack
 import psutil
@@ -14,7 +15,11 @@ import torch
 
 from runtime.channel import Connection, encode, parse
 from runtime.errors import SidecarError
+from runtime.jobs import Job, death
+from runtime.plan import Plan
 from runtime.protocol import Decode, EncodeText, Failed, Hello, Status, Welcome, event_from
+from runtime.rank_settings import KeepSettings
+from runtime.ranks import Ranks
 from runtime.settings import LoraSettings, ModelSettings, ParallelSettings
 from tests.sidecars import fake_sidecar, family_of, never, rank_pids, run, sample, steps_of, still_there
 
@@ -286,3 +291,19 @@ def test_a_wrong_token_or_version_is_refused(sidecar, stranger, hello):
     failed = answer(stranger, encode(hello)[0])
     assert isinstance(failed, Failed) and "token" in failed.message
     assert isinstance(answer(stranger, GOOD), Failed)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="cat")
+def test_a_rank_is_told_of_by_the_device_that_the_user_chose(tmp_path):
+    plan, place = Plan(1, 1, 1, 2, 1, devices=("cuda:2", "cuda:3")), {"endpoint": "", "token": "", "home": tmp_path}
+    bell = SimpleNamespace(ring=lambda why: None)
+    ranks = Ranks(plan, **place, pool=None, command=("cat",), bell=bell, keep=KeepSettings())
+    try:
+        assert [rank.settings.device for rank in ranks.all] == ["cuda:0", "cuda:1"]  # as CUDA counts what it may see
+        assert [rank.report().device for rank in ranks.all] == ["cuda:2", "cuda:3"]
+        assert (
+            "on cuda:3 ended"
+            in death(Job(peer=b"", request=sample(), frames=[], working=ranks.all), ranks.all[1]).message
+        )
+    finally:
+        ranks.stop()

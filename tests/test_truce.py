@@ -56,6 +56,14 @@ def test_letting_go_frees_everything_once_and_moving_in_the_list_frees_nothing(p
     assert made.freed == [True] and made.it.loaded_size() == 0
 
 
+def test_what_is_loaded_counts_where_it_is_whatever_devices_the_next_model_is_planned_for(pack, stand_in):
+    made = stand_in("cuda:0").it
+    there = report(pack, devices=("cuda:1", "cuda:2"), device_mib=10)
+    made.note(there.model_copy(update={"devices": ("cuda:0",)}))
+    assert made.loaded_size() == 20 * MIB
+    assert made.partially_unload("cpu", 4 * MIB) == 4 * MIB  # nothing of it is on ComfyUI's device
+
+
 def test_no_bytes_are_called_freed_while_a_job_runs(pack, stand_in):
     made = stand_in(busy=True)
     made.it.note(report(pack, device_mib=10))
