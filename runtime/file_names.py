@@ -10,8 +10,8 @@ from .errors import Refused
 SAFETENSORS, GGUF_SUFFIX = (".safetensors", ".sft"), ".gguf"
 READ = (*SAFETENSORS, GGUF_SUFFIX)
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
-SHARD = re.compile(r"-(\d+)-of-(\d+)$")
-"""What diffusers and transformers put behind the name of a file that holds a part of a model."""
+SHARD = re.compile(r"-(\d{5})-of-(\d{5})(\.\w+)?$")
+"""What diffusers and transformers put behind the name of a file that holds a part of a model, and of a variant of it."""
 
 
 def check_file_name(path: Path, suffixes: tuple[str, ...] = READ) -> None:

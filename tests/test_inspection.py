@@ -187,6 +187,9 @@ def test_relatives_are_refused_by_name(tmp_path, original, change, words):
         ("model.gguf", "not a .gguf file"),
         ("model.txt", "not a .safetensors"),
         ("model-00001-of-00003.safetensors", r"part 1 of 3 of a model: choose the folder of all its parts"),
+        ("model-00002-of-00003.fp16.safetensors", r"part 2 of 3 of a model"),
+        ("my-wan-take-1-of-3.safetensors", r"not a \.safetensors file"),
+        ("model-00001-of-00001.safetensors", r"not a \.safetensors file"),
     ],
 )
 def test_other_kinds_of_file_are_not_opened(tmp_path, name, words):
