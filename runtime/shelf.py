@@ -68,7 +68,8 @@ class Shelf:
         for model in stale:
             self._pipelines.move_to_end(model, last=False)
         models = list(self._pipelines)
-        going = models[: max(len(stale), self._too_many(needed))]
+        share = Bytes(needed.device, needed.host // self._holders(mesh.degree("tensor")))
+        going = models[: max(len(stale), self._too_many(share))]
         shared = mesh.largest(sum(map(_is_shared, going)))
         while sum(map(_is_shared, going)) < shared and len(going) < len(models):
             going.append(models[len(going)])
@@ -84,8 +85,17 @@ class Shelf:
             log.info("%s is let go of", model.model)
         release_memory()
 
+    def _holders(self, tensor: int) -> int:
+        """On how many ranks one copy in host memory counts: on those that share it, and what the first alone has, on all."""
+        return max(1, self._world // tensor)
+
+    def _share_of(self, model: ModelSettings, held: Bytes) -> Bytes:
+        tensor = model.parallel.tensor if _is_shared(model) else 1
+        return Bytes(held.device, held.host // self._holders(max(1, tensor)))
+
     def _too_many(self, needed: Bytes) -> int:
-        sizes = list(self.held().values())
+        """How many models, from the one used longest ago, have to go for this share of one that is needed."""
+        sizes = [self._share_of(model, held) for model, held in self.held().items()]
         limits = self._limits(sum(sizes, Bytes()))
         for count in range(len(sizes)):
             taken = sum(sizes[count:], needed)
@@ -94,7 +104,9 @@ class Shelf:
         return len(sizes)
 
     def _limits(self, held: Bytes) -> Bytes:
-        """What loaded models may take on this rank: a GPU is its own, of the host's memory each rank has its share."""
+        """What loaded models may take on this rank, which takes so much now: a GPU is its own, of the host's memory each rank
+        has its share.
+        """
         free_device = free_bytes(self._device) + held.device if self._device.type == "cuda" else 0
         free_host = free_bytes(HOST) + held.host * self._world
         limit_host = limit_of(self._keep.host, free=free_host) // self._world

@@ -77,7 +77,7 @@ def test_models_that_fit_take_turns_without_a_load_and_each_rank_says_what_it_ha
 
 
 def test_the_model_used_longest_ago_makes_room_on_every_rank():
-    with keeping(KEEP_HOST="140MB") as running:  # of which each of two ranks has half
+    with keeping(KEEP_HOST="70MB") as running:  # two of the models, which both ranks share
         order = [loaded(running, model, ranks=2) for model in (A, B, A, C, A, B)]
         assert order == [True, True, False, True, False, True] and models_of(running) == [[A, B]] * 2
 

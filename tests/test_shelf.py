@@ -89,7 +89,7 @@ def test_a_gpu_has_a_limit_of_its_own(monkeypatch):
 
 
 def test_ranks_with_different_memory_let_go_of_the_same_models(monkeypatch):
-    free = {0: 1000 * MIB, 1: 130 * MIB}
+    free = {0: 1000 * MIB, 1: 62 * MIB}
     monkeypatch.setattr(shelf_module, "free_bytes", lambda device: free[torch.distributed.get_rank()])
 
     def work(mesh: Mesh) -> str:
@@ -102,9 +102,27 @@ def test_ranks_with_different_memory_let_go_of_the_same_models(monkeypatch):
     assert first == second == "bcd"
 
 
+@pytest.mark.parametrize(
+    ("degrees", "kept"), [({"cfg": 2}, "bcd"), ({"tensor": 2}, "d"), ({"cfg": 2, "tensor": 2}, "d")]
+)
+def test_what_ranks_hold_once_counts_once_and_what_each_has_of_its_own_for_each(degrees, kept):
+    """Of 50 MiB for the machine, with models of which a rank holds 15, each of them or what it shares with others."""
+
+    def work(mesh: Mesh) -> str:
+        shelf = shelf_of(KeepSettings(host="50MB"), mesh)
+        for name in "abcd":
+            held = Bytes(host=15 * MIB)
+            shelf.make_room(held, mesh=mesh)
+            parallel = ParallelSettings(devices=f"cpu:{mesh.world}", **degrees)
+            shelf.put(ModelSettings(model=name, parallel=parallel), SimpleNamespace(held=held, changed=""))
+        return names(shelf)
+
+    assert set(run_as_threads(degrees, work)) == {kept}
+
+
 def test_a_model_that_one_rank_let_go_of_while_it_ran_alone_is_loaded_on_all_again():
     def work(mesh: Mesh) -> tuple[bool, str]:
-        shelf = shelf_of(KeepSettings(host="100MB"), mesh)
+        shelf = shelf_of(KeepSettings(host="50MB"), mesh)
         for name in "ab":
             put(shelf, name, 20, mesh=mesh)
         if mesh.rank == 0:
@@ -116,7 +134,7 @@ def test_a_model_that_one_rank_let_go_of_while_it_ran_alone_is_loaded_on_all_aga
 
 def test_a_model_whose_file_has_changed_for_one_rank_is_loaded_on_all_again():
     def work(mesh: Mesh) -> tuple[bool, str]:
-        shelf = shelf_of(KeepSettings(host="100MB"), mesh)
+        shelf = shelf_of(KeepSettings(host="50MB"), mesh)
         for name in "ab":
             put(shelf, name, 20, mesh=mesh)
         assert shelf.take(model("a", 2), mesh=mesh) is not None
@@ -139,7 +157,7 @@ def test_ranks_let_go_of_the_same_models_where_the_first_has_others_too():
     """The first has loaded c alone and used it last but longest ago of what is to go; a needs no more room on the others."""
 
     def work(mesh: Mesh) -> str:
-        shelf = shelf_of(KeepSettings(host="100MB"), mesh)
+        shelf = shelf_of(KeepSettings(host="50MB"), mesh)
         if mesh.rank == 0:
             put(shelf, "c", 10)
         for name in "ab":
