@@ -61,14 +61,16 @@ def _bytes_of(
     block = max(_moment(each, facts, degrees.tensor, image, text, size) for each in moments)
     exchanged = (image if form.attention.text == 0 else image + text) * _heads(facts, degrees.tensor)
     attention = _moment(form.attention, facts, degrees.tensor, image, text, size)
-    attention += exchanged * _exchange(degrees, load, size)
+    ring, ulysses = _sharing(degrees, load, heads=facts.heads // degrees.tensor)
+    attention += exchanged * _exchange(ring, ulysses, size)
     undealt = (
         (form.undealt * (tokens - image) * size + form.tables * tokens * FLOAT32_BYTES) * facts.heads * facts.head_dim
     )
+    tables = form.head_tables * tokens * facts.head_dim * FLOAT32_BYTES
     words = sum(max(entry.text, facts.spec.text_fill) * (TAKEN if entry.again else READ + TAKEN) for entry in entries)
     prompts = load.batch * words * facts.config.get(facts.spec.text_width, 0) * size
     latents = _latents(facts, load, call.count, items, size)
-    return round(items * (max(block, attention) + undealt)) + latents + prompts
+    return round(items * (max(block, attention) + undealt) + tables) + latents + prompts
 
 
 def _latents(facts: ModelFacts, load: Workload, joined: int, items: int, size: int) -> int:
@@ -105,11 +107,18 @@ def _hidden(facts: ModelFacts) -> int:
     return max((shape[0] for name, shape in linears if any(re.fullmatch(each, name) for each in columns)), default=0)
 
 
-def _exchange(degrees: Degrees, load: Workload, size: int) -> float:
+def _sharing(degrees: Degrees, load: Workload, *, heads: int) -> tuple[int, int]:
+    """The degrees of ring and Ulysses in attention: an idle cfg axis makes one of them longer, as in `Sequence`."""
+    idle = degrees.cfg if load.branches == 1 else 1
+    if degrees.ring == 1 and heads % (idle * degrees.ulysses) == 0:
+        return 1, idle * degrees.ulysses
+    return idle * degrees.ring, degrees.ulysses
+
+
+def _exchange(ring: int, ulysses: int, size: int) -> float:
     """Bytes for a feature of the heads that attention takes, query, key and value among them."""
-    ring = degrees.ring * (degrees.cfg if load.branches == 1 else 1)
     merging = (LONG_RING if ring > 2 else RING) * size + MERGED * FLOAT32_BYTES if ring > 1 else 0
-    if degrees.ulysses == 1:
+    if ulysses == 1:
         return QKV * size + max(merging, size)
     return QKV * size + max(ULYSSES * size, ARRIVED * size + merging)
 

@@ -68,9 +68,9 @@ def test_a_step_works_with_what_the_plan_says(family, degrees):
     assert abs(off_by(family, degrees)) < NEAR
 
 
-@pytest.mark.parametrize("degrees", [{"ulysses": 2, "ring": 2}], ids=str)
-def test_also_in_half_the_bits_where_positions_stay_in_float32(degrees):
-    assert abs(off_by("ltx", degrees, dtype="bf16")) < NEAR
+def test_tables_of_positions_stay_in_float32_in_half_the_bits():
+    """Counted in bf16 they leave 8 % out on one rank, and 18 % over some."""
+    assert abs(off_by("ltx", {}, dtype="bf16")) < NEAR / 3
 
 
 @pytest.mark.full

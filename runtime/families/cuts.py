@@ -98,7 +98,8 @@ class Activations:
     """The moments of a block at which most is held: inside the MLP; at attention but for the query, key and value and what
     their exchange adds; and, of a model in fewer bits, where most is `widened` to float32, each of which counts as two.
     `undealt` as wide as the model are on every rank for all tokens of the picture, since they are made before those are
-    dealt; so are `tables` of their positions, in float32 whatever the number format, which count in no moment.
+    dealt; so are `tables` of their positions, in float32 whatever the number format, which count in no moment, and
+    `head_tables`, which are as wide as a head and the same for all items.
     """
 
     mlp: Moment
@@ -106,3 +107,4 @@ class Activations:
     widened: Moment = Moment(0)
     undealt: float = 0.0
     tables: float = 0.0
+    head_tables: float = 0.0

@@ -215,7 +215,7 @@ HUNYUAN15 = FamilySpec(
     shift=7.0,
     latent=LATENT,
     vae_class="",
-    activations=Activations(mlp=Moment(4, hidden=2, text=7), attention=Moment(4)),
+    activations=Activations(mlp=Moment(4, hidden=2, text=7), attention=Moment(4), undealt=1, head_tables=2),
     text_length=1000,
     tiny=TINY,
     after_gelu=rf"{DOUBLE}\.ff(_context)?\.net\.2",
