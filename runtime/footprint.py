@@ -16,7 +16,7 @@ DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FLOAT32_BYTES = 4
 AWQ_GROUP = 64
 LOW_RANK = 32
-"""The rank beside a 4-bit weight, as good as always."""
+"""The rank beside a weight that is rounded to 4 bits as it is loaded."""
 ON_DEVICE = MemorySettings()
 SPARE = 0.7
 """So much of the free memory may hold weights; the rest is for what a step works with."""
@@ -161,7 +161,8 @@ def _bytes_held(facts: ModelFacts, name: str, shape: tuple[int, ...], dtype: str
     if stored is None or stored.kind not in GROUPS:
         return elements * (FLOAT32_BYTES if facts.spec.stays_float32(name) else plain)
     scale = (1 if stored.kind == SVDQUANT_NVFP4 else plain) / GROUPS[stored.kind]
-    return elements * (0.5 + scale) + LOW_RANK * sum(shape) * plain
+    rank = stored.shapes["proj_down"][1] if "proj_down" in stored.shapes else LOW_RANK
+    return elements * (0.5 + scale) + rank * sum(shape) * plain
 
 
 def _elements_held(facts: ModelFacts, name: str, shape: tuple[int, ...], degree: int) -> int:
