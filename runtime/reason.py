@@ -15,7 +15,16 @@ from .units import in_units
 def reason_of(
     parallel: ParallelSettings, needs: Needs, machine: Machine, devices: Sequence[str], chosen: Degrees
 ) -> str:
-    """Why these devices and degrees, in a sentence or two; and where one device would be faster, that it would."""
+    """Why these devices and degrees, in a sentence or two; where one device would be faster, that it would; and what of the
+    offload has no effect on them.
+    """
+    why = _choice(parallel, needs, machine, devices, chosen)
+    if needs.offload.fetch == "gather" and chosen.ring * chosen.ulysses == 1:
+        why += "; fetch gather has no effect: no ranks share the tokens of a picture (ulysses or ring)"
+    return why
+
+
+def _choice(parallel: ParallelSettings, needs: Needs, machine: Machine, devices: Sequence[str], chosen: Degrees) -> str:
     if parallel.devices == "auto" and not parallel.set_degrees and not machine.cuda:
         return f"No GPU{machine.because}: one process with all cores is as fast as several on a CPU"
     why = _devices_in_words(parallel, machine, devices)

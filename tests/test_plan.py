@@ -163,6 +163,13 @@ def test_a_plan_says_so_where_one_device_would_be_faster():
     assert "as fast" in make_plan(ParallelSettings(devices="cpu:2"), LARGE, NO_GPU).reason
 
 
+@pytest.mark.parametrize(("degrees", "told"), [({"tensor": 2}, True), ({"ring": 2}, False), ({"ulysses": 2}, False)])
+def test_a_reason_tells_of_a_gathering_without_effect(degrees, told):
+    gather = MemorySettings(offload="layerwise", fetch="gather")
+    plan = make_plan(ParallelSettings(devices="cpu:2", **degrees), LARGE, NO_GPU, offload=gather)
+    assert ("fetch gather has no effect" in plan.reason) == told
+
+
 def flux_of(width: int) -> ModelFacts:
     """What Flux.1 is with heads of 64 and blocks of this width."""
     shapes = {f"single_transformer_blocks.{block}.proj_out.weight": (width, 12 * width) for block in range(12)}
