@@ -14,6 +14,7 @@ from pathlib import Path
 
 from .channel import Bell
 from .forks import PACK_ROOT, Fork, Forks, can_fork, kill_group
+from .heap import heap_environment
 from .host_memory import Resident, resident_bytes
 from .plan import Plan
 from .protocol import Memory, RankReport
@@ -209,6 +210,7 @@ def rank_environment(plan: Plan, inherited: Mapping[str, str]) -> dict[str, str]
         "HF_HUB_OFFLINE": "1",
         "DO_NOT_TRACK": "1",
         "PYTHONUNBUFFERED": "1",
+        **(heap_environment(inherited) if set(plan.devices) == {"cpu"} else {}),
         **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
     }
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import Refused
 from ..forks import PACK_ROOT, Forks
+from ..heap import heap_environment
 
 POLL_SECONDS = 0.02
 MOST = 2000
@@ -32,7 +33,7 @@ def run_sides(
 
     `began` is given the number of each process. Raises `RuntimeError` when one of them fails.
     """
-    options = {"cwd": PACK_ROOT, "env": _one_thread(), "stdout": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    options = {"cwd": PACK_ROOT, "env": _of_a_rank(), "stdout": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     processes = [subprocess.Popen([sys.executable, "-m", module, *each], **options) for each in arguments]
     try:
         for process in processes:
@@ -51,7 +52,7 @@ def run_forks(module: str, tasks: Sequence[Any], *, began: Callable[[int], None]
     """What `main` of a module tells of each task, which it reads as JSON; in processes that are forked from one, as the ranks
     of the sidecar are. `began` is given the number of each process. Raises `RuntimeError` when one of them fails.
     """
-    forks = Forks(module, len(tasks), environment=_one_thread())
+    forks = Forks(module, len(tasks), environment=_of_a_rank())
     began(forks.pid)
     try:
         for fork, task in zip(forks.all, tasks, strict=True):
@@ -72,8 +73,9 @@ def run_forks(module: str, tasks: Sequence[Any], *, began: Callable[[int], None]
     return [json.loads(each.splitlines()[-1]) for each in printed]
 
 
-def _one_thread() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+def _of_a_rank() -> dict[str, str]:
+    """The variables of a rank on one core."""
+    return {**os.environ, **heap_environment(os.environ), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def say(line: str) -> None:
