@@ -11,7 +11,7 @@ class SentBytes(TorchDispatchMode):
     """While it is entered, counts in `total` what this rank sends to the others of its one group.
 
     A collective counts as what the best algorithm for it sends: an all-reduce is a reduce-scatter and an all-gather.
-    What ranks say to each other about a job (a barrier, a broadcast of one number) is not counted.
+    What ranks say to each other about a job (a barrier, a number that they agree on) is not counted.
     """
 
     def __init__(self, *, rank: int, degree: int) -> None:
@@ -35,7 +35,7 @@ class SentBytes(TorchDispatchMode):
             case "_allgather_base_":
                 return others * args[1].nbytes
             case "allreduce_":
-                return sum(2 * others * tensor.nbytes // self._degree for tensor in args[0])
+                return sum(2 * others * each.nbytes // self._degree for each in args[0] if each.numel() > 1)
             case "recv_" | "barrier" | "broadcast_":
                 return 0
         raise RuntimeError(f"{name} is not counted yet")
