@@ -289,10 +289,11 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[int, Counter]:
         counts[dist.get_rank()]["exchange"] += (sum(input_splits) - own) * row
         return exchange(output, tensor, output_splits, input_splits, group=group, async_op=async_op)
 
-    def all_reduce(tensor, group):
+    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None):
         degree = dist.get_world_size(group)
-        counts[dist.get_rank()]["reduce"] += 2 * (degree - 1) * tensor.nbytes // degree
-        return reduce(tensor, group=group)
+        if tensor.numel() > 1:  # and no number that they agree on
+            counts[dist.get_rank()]["reduce"] += 2 * (degree - 1) * tensor.nbytes // degree
+        return reduce(tensor, op=op, group=group)
 
     def all_gather(output, tensor, group):
         counts[dist.get_rank()]["gather"] += (dist.get_world_size(group) - 1) * tensor.nbytes
