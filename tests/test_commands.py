@@ -212,15 +212,17 @@ def test_a_lora_that_is_no_file_is_refused_with_the_plan(capsys, lora, says):
     assert status == 1 and says in answer["reason"]
 
 
-def test_a_command_tells_what_a_lora_did(caplog):
+def test_a_command_tells_once_what_a_lora_did(caplog):
     class FakeSidecar:
         def call(self, request, *, interrupted):
             yield Notice(job=request.job, text="style.safetensors: 3 targets applied")
             yield Encoded(job=request.job, conditioning=Conditioning(embedding=torch.zeros(1, 1, 1)), seconds=0.0)
 
     with caplog.at_level("INFO", logger="outrigger"):
-        Asker(FakeSidecar()).encode(ModelSettings(model="tiny-shapes"), "a red circle")
-    assert caplog.messages == ["style.safetensors: 3 targets applied"]
+        asker = Asker(FakeSidecar())
+        for text in ("a red circle", "a blue square"):
+            asker.encode(ModelSettings(model="tiny-shapes"), text)
+    assert caplog.messages == ["style.safetensors: 3 targets applied"]  # once, though both requests say so
 
 
 # plan

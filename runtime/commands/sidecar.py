@@ -18,10 +18,13 @@ log = logging.getLogger("outrigger")
 
 
 class Asker:
-    """Has a sidecar do requests, and logs the stages; the sidecar itself logs the rest. Raises as `Sidecar.call`, and `Refused` for a bad request."""
+    """Has a sidecar do requests, and logs the stages, and each notice once; the sidecar itself logs the rest. Raises as
+    `Sidecar.call`, and `Refused` for a bad request.
+    """
 
     def __init__(self, sidecar: Sidecar) -> None:
         self._sidecar, self._stage = sidecar, ""
+        self._told: set[str] = set()
 
     def encode(self, model: ModelSettings, text: str) -> Encoded:
         """The prompt, encoded with the model's own text encoder."""
@@ -49,8 +52,9 @@ class Asker:
                 case Progress(stage=stage) if stage != self._stage:
                     self._stage = stage
                     log.info(stage)
-                case Notice():
-                    log.info(event.text)
+                case Notice(text=text) if text not in self._told:
+                    self._told.add(text)
+                    log.info(text)
                 case Result():
                     return event
         raise SidecarError("the sidecar ended the job without a result")
