@@ -90,6 +90,13 @@ def in_bytes(pictures: torch.Tensor) -> torch.Tensor:
     return (pictures * 255).round().byte()
 
 
+def test_a_plan_says_once_that_the_memory_of_a_step_is_not_known(capsys, folder):
+    assert main(["plan", "--model", str(folder / "AuraFlow")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "what a step works with beside them: not known" in lines
+    assert sum(line.count("not known") for line in lines) == 1
+
+
 def test_generate_draws_what_diffusers_draws(capsys, monkeypatch, folder):
     monkeypatch.setattr(generate, "own_sidecar", Here.start)
     assert main(["generate", "--model", str(folder / "AuraFlow"), "--out", "a.png", *WORDS, "--json"]) == 0

@@ -45,14 +45,14 @@ def described(answer: dict[str, Any]) -> str:
     if not answer["ok"]:
         return f"No plan: {answer['reason']}"
     degrees = ", ".join(f"{axis} {degree}" for axis, degree in answer["plan"].items())
-    sizes = (answer[name] for name in ("bytes_per_rank", "activation_bytes", "peak_bytes"))
-    weights, work, peak = (in_units(size) if size else "not known" for size in sizes)
+    weights, work, peak = (answer[name] for name in ("bytes_per_rank", "activation_bytes", "peak_bytes"))
+    of_a_step = f" (latent {answer['latent']}): {in_units(work)}; both: {in_units(peak)}" if work else ": not known"
     host = f"{in_units(answer['host_bytes'])} of host memory in all" if answer["host_bytes"] else ""
     lines = [
         degrees,
         f"devices: {', '.join(answer['devices'])}",
-        f"weights on each rank: {weights}",
-        f"what a step works with beside them (latent {answer['latent']}): {work}; both: {peak}",
+        f"weights on each rank: {in_units(weights) if weights else 'not known'}",
+        f"what a step works with beside them{of_a_step}",
         f"{host}, of which {in_units(answer['host_free'])} are free" if host and answer["host_free"] else host,
         answer["reason"],
         answer["kernels"],
