@@ -80,7 +80,7 @@ def described(found: dict[Cell, Outcome]) -> str:
         "",
         f"Relative error (largest difference over largest value) of our latent against that of ComfyUI {version}'s KSampler: a",
         "Wan of random weights, 6 steps, cfg 4, seed 123, float32, on the processor. 0 is the same to the last bit. Made by",
-        "`python -m tests.parity_table > docs/parity.md`.",
+        "`python -m tests.parity_table`, with this ComfyUI as COMFYUI_PATH.",
         "",
         "| sampler | " + " | ".join(SCHEDULER_NAMES) + " |",
         "|---|" + "---|" * len(SCHEDULER_NAMES),
