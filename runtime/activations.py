@@ -1,7 +1,7 @@
 """How many bytes a rank works with in a step: plain arithmetic on tokens and widths, without torch.
 
-Counted is what a block holds at its widest moment, in a forward pass without gradients, the latents and prompts of the
-request, and what a quantised weight is widened to. Not counted is what a kernel takes for itself.
+Counted is what a block holds at its widest moment, in a forward pass without gradients, or as it calls a quantised Linear,
+with what that makes meanwhile; and the latents and prompts of the request. Not counted is what a kernel takes for itself.
 """
 
 from __future__ import annotations
@@ -9,18 +9,26 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 from .degrees import Degrees
 from .families.cuts import Moment
-from .footprint import DTYPE_BYTES, FLOAT32_BYTES
+from .footprint import DTYPE_BYTES, FLOAT32_BYTES, local_shape, shard_mode
 from .inspection import ModelFacts
+from .stored import IN_TORCH, Stored
+from .temporaries import call_bytes
 from .workload import Call, Prompt, Workload
 
+TOKENS = Moment(1)
+"""As wide as the model, before a block."""
 LATENTS = 4
 """Of sampling in float32: the one that is given, noise, the sampler's own and its input. What the model takes is joined of
 the branches, first in float32."""
 READ, TAKEN = 1, 1
 """Copies of a prompt: as it is read, and as the model takes it."""
+GELU = 2
+"""Inside an MLP: what it is of, and what it gives. More are in one with a gate, which is made beside what it is for."""
 QKV = 3
 BESIDE = 3
 """What stands beside the latent: as it is read, joined with that of the other branches, and in what the model takes."""
@@ -34,21 +42,32 @@ MERGED = 3
 """Outputs of a ring that are put together, in float32."""
 
 
-def activation_bytes(facts: ModelFacts, degrees: Degrees, load: Workload, *, dtype: str) -> int:
-    """The most that a rank works with beside the weights; 0 for a family for which that is not known."""
+def activation_bytes(
+    facts: ModelFacts, degrees: Degrees, load: Workload, *, dtype: str, kernels: str = IN_TORCH
+) -> int:
+    """The most that a rank works with beside the weights; 0 for a family for which that is not known. `kernels` are those for
+    weights in 4 bits.
+    """
     form, size = facts.spec.activations, DTYPE_BYTES[dtype]
     if form is None:
         return 0
+    linears = _linears(facts, degrees.tensor, kernels)
     calls = [
-        _bytes_of(call, entries, facts, degrees, load, size)
+        _bytes_of(call, entries, facts, degrees, load, size, linears)
         for entries in load.shares(degrees.cfg)
         for call in load.calls(entries, fill=facts.spec.text_fill)
     ]
-    return max(calls, default=0) + _widened(facts, size)
+    return max(calls, default=0)
 
 
 def _bytes_of(
-    call: Call, entries: Sequence[Prompt], facts: ModelFacts, degrees: Degrees, load: Workload, size: int
+    call: Call,
+    entries: Sequence[Prompt],
+    facts: ModelFacts,
+    degrees: Degrees,
+    load: Workload,
+    size: int,
+    linears: Sequence[_Linear],
 ) -> int:
     """What a rank has that evaluates these entries, in one of its calls of the model."""
     form = facts.spec.activations
@@ -70,7 +89,8 @@ def _bytes_of(
     words = sum(max(entry.text, facts.spec.text_fill) * (TAKEN if entry.again else READ + TAKEN) for entry in entries)
     prompts = load.batch * words * facts.config.get(facts.spec.text_width, 0) * size
     latents = _latents(facts, load, call.count, items, size)
-    return round(items * (max(block, attention) + undealt) + tables) + latents + prompts
+    called = max((_at_call(each, facts, degrees.tensor, items, image, text, size) for each in linears), default=0)
+    return round(max(items * max(block, attention), called) + items * undealt + tables) + latents + prompts
 
 
 def _latents(facts: ModelFacts, load: Workload, joined: int, items: int, size: int) -> int:
@@ -123,6 +143,42 @@ def _exchange(ring: int, ulysses: int, size: int) -> float:
     return QKV * size + max(ULYSSES * size, ARRIVED * size + merging)
 
 
-def _widened(facts: ModelFacts, size: int) -> int:
-    """The largest weight that is held in another format, as it is multiplied with."""
-    return max((size * math.prod(facts.shapes.get(f"{name}.weight", (0,))) for name in facts.stored), default=0)
+class _Linear(NamedTuple):
+    """One that is not held as it is multiplied with: its shape on a rank, and where in the model it is called."""
+
+    stored: Stored
+    shape: tuple[float, float]
+    place: Literal["first", "last", "attention", "once"]
+
+
+def _linears(facts: ModelFacts, tensor: int, kernels: str) -> list[_Linear]:
+    """Those that differ: blocks of one list have the same ones."""
+    names = {(re.sub(r"\.\d+\.", ".0.", name, count=1), stored.kind): name for name, stored in facts.stored.items()}
+    return [_linear(facts, name, tensor, kernels) for name in names.values() if f"{name}.weight" in facts.shapes]
+
+
+def _linear(facts: ModelFacts, name: str, tensor: int, kernels: str) -> _Linear:
+    stored, (out, into) = facts.stored[name], facts.shapes[f"{name}.weight"]
+    stored = replace(stored, kernels=kernels, joined=tuple(replace(part, kernels=kernels) for part in stored.joined))
+    width, once = facts.heads * facts.head_dim, shard_mode(facts, name) == "gather" or not facts.spec.block_of(name)
+    place = "once" if once else "last" if into > width else "first" if out > width else "attention"
+    return _Linear(stored, local_shape(facts, name, tensor), place)
+
+
+def _at_call(linear: _Linear, facts: ModelFacts, tensor: int, items: int, image: int, text: int, size: int) -> float:
+    """Bytes that a rank has in the call of a Linear, of so many tokens of each item: what its block holds, and what it makes.
+
+    What is called once for an item, to modulate its tokens, is called where there is nothing but those.
+    """
+    form = facts.spec.activations
+    tokens = image + (text if form.mlp.text is None else 0)
+    if linear.place == "once":
+        tokens, moment = 1, TOKENS
+    elif linear.place == "attention":
+        moment = replace(form.attention, cut=form.attention.cut + QKV - 1)
+    elif linear.place == "last":
+        moment = form.last or replace(form.mlp, hidden=form.mlp.hidden - 1)
+    else:
+        moment = replace(form.mlp, hidden=form.mlp.hidden > GELU)
+    held = _moment(moment, facts, tensor, image, text, size)
+    return items * held + call_bytes(linear.stored, linear.shape, items * tokens, size)

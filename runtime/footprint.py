@@ -182,6 +182,18 @@ def _elements_held(facts: ModelFacts, name: str, shape: tuple[int, ...], degree:
     return math.prod(shape)
 
 
+def local_shape(facts: ModelFacts, name: str, degree: int) -> tuple[float, float]:
+    """The output and the input features of a Linear on the rank that has most of it."""
+    out, into = shape = facts.shapes[f"{name}.weight"]
+    part = _elements_held(facts, f"{name}.weight", shape, degree) / math.prod(shape)
+    return (out, into * part) if shard_mode(facts, name) == "row" else (out * part, into)
+
+
+def shard_mode(facts: ModelFacts, name: str) -> str:
+    """How a Linear is cut over the tensor axis."""
+    return next((shard.mode for shard in facts.spec.tensor.linears if re.fullmatch(shard.pattern, name)), "whole")
+
+
 def _cut(shape: tuple[int, ...], dim: int, degree: int, *, blocks: tuple[int, ...] = (1,), grain: int) -> int:
     """Numbers in the largest share of a tensor that is dealt along `dim`, block by block, in grains where they fit."""
     unit, share = shape[dim] // sum(blocks), 0

@@ -13,9 +13,10 @@ from .degrees import Degrees, factored
 from .footprint import DTYPE_BYTES, ON_DEVICE, Held, held_by_rank
 from .host_memory import UNKNOWN, HostMemory
 from .inspection import ModelFacts
+from .kernels import has_triton
 from .parallel.lengths import grained_lengths
 from .settings import MemorySettings, formula
-from .stored import shared_features
+from .stored import IN_TORCH, IN_TRITON, shared_features
 from .units import in_units
 from .workload import Workload
 
@@ -147,7 +148,14 @@ class Needs:
 
     def activation_bytes(self, degrees: Degrees) -> int:
         """What a rank works with in a step beside the weights; 0 where that is not known."""
-        return activation_bytes(self.facts, degrees, self.workload, dtype=self.dtype) if self.workload else 0
+        if not self.workload:
+            return 0
+        return activation_bytes(self.facts, degrees, self.workload, dtype=self.dtype, kernels=self._kernels)
+
+    @property
+    def _kernels(self) -> str:
+        """What will multiply with weights in 4 bits. Which GPU it is is not known here: that Triton takes it is likely."""
+        return IN_TORCH if self.on_host or not has_triton() else IN_TRITON
 
     @property
     def tokens(self) -> dict[str, int]:

@@ -90,15 +90,10 @@ def test_also_in_every_number_format_and_over_ranks(models, degrees):
     cells = [
         (way, kind) for way in WAYS for kind in (*KINDS, "packed") if kind in ("plain", "packed") or "disk" not in way
     ]
-    errors = {cell: bytes_off_by(models, *cell, degrees) for cell in cells}
-    assert max(abs(weights) for weights, _ in errors.values()) < NEAR
-    assert max(abs(peak) for (_, kind), (_, peak) in errors.items() if kind in ("plain", "fp8")) < NEAR
+    errors = [bytes_off_by(models, *cell, degrees) for cell in cells]
+    assert max(abs(error) for both in errors for error in both) < NEAR
 
 
-@pytest.mark.full
-@pytest.mark.xfail(
-    reason="what SVDQuant in plain torch unpacks and rounds for each call is not counted: 45 % low on flux"
-)
 def test_the_peak_also_in_four_bits(models):
     assert abs(bytes_off_by(models, "none", "svdquant", {})[1]) < NEAR
 

@@ -270,7 +270,9 @@ FLUX = FamilySpec(
     shift=math.exp(1.15),
     latent=LATENT,
     vae_class="AutoencoderKL",
-    activations=Activations(mlp=Moment(5, cut=2, hidden=2), attention=Moment(3, hidden=1)),
+    activations=Activations(
+        mlp=Moment(5, cut=2, hidden=2), attention=Moment(3, hidden=1), last=Moment(3, cut=2, hidden=2)
+    ),
     text_length=512,
     tiny=TINY,
     nunchaku=NUNCHAKU,

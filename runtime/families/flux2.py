@@ -174,7 +174,9 @@ FLUX2 = FamilySpec(
     shift=math.exp(2.02),
     latent=LATENT,
     vae_class="AutoencoderKLFlux2",
-    activations=Activations(mlp=Moment(3, cut=9, hidden=1), attention=Moment(2, hidden=1)),
+    activations=Activations(
+        mlp=Moment(3, cut=9, hidden=1), attention=Moment(2, hidden=1), last=Moment(2, cut=9, hidden=1)
+    ),
     text_length=512,
     tiny=TINY,
     packed=True,

@@ -160,7 +160,9 @@ LUMINA2 = FamilySpec(
     shift=6.0,
     latent=LATENT,
     vae_class="AutoencoderKL",
-    activations=Activations(mlp=Moment(6, hidden=3), attention=Moment(2, cut=1), widened=Moment(6, hidden=5)),
+    activations=Activations(
+        mlp=Moment(6, hidden=3), attention=Moment(2, cut=1), widened=Moment(6, hidden=5), last=Moment(6, hidden=1)
+    ),
     text_length=512,
     tiny=TINY,
     timestep_scale=1.0,

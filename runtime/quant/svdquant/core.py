@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ...parallel.shares import WHOLE, Cut
 from ...stored import TENSOR_SCALE, Stored
+from ...temporaries import AT_ONCE
 from ..core import Core
 from .formats import FORMATS, SHIFT, code_values, round_activations
 from .making import on_load_rank, pack_on_load
-from .packing import padded
+from .packing import TILE_N, grown, padded
 from .tensors import PackedCut, Packing, PlainCut, Spans, every
 
 HELD = ("qweight", "wscales", "proj_up", "proj_down", "smooth_factor")
@@ -55,10 +58,15 @@ class SVDQuantCore(Core):
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`(..., in)` -> `(..., out)`."""
+        rounded = round_activations(self._smoothed(x), self.form).to(x.dtype)
         output = F.linear(F.linear(x, self._plain("proj_down", x)), self._plain("proj_up", x), bias)
-        exact = x.float() + SHIFT if self.form.unsigned else x.float()
-        smoothed = F.pad(exact / self._plain("smooth_factor", exact), (0, padded(self._local.k) - self._local.k))
-        return output + F.linear(round_activations(smoothed, self.form).to(x.dtype), self.weight(x))
+        return output.add_(F.linear(rounded, self.weight(x)))
+
+    def _smoothed(self, x: torch.Tensor) -> torch.Tensor:
+        """The input as it is rounded, `(..., padded in)` in float32."""
+        smooth = self._plain("smooth_factor", x).float()
+        smoothed = (x.float() + SHIFT).div_(smooth) if self.form.unsigned else x / smooth
+        return grown(smoothed, (*x.shape[:-1], padded(self._local.k)))
 
     def matrix(self) -> torch.Tensor:
         """What all of it stands for where activations are not rounded: the codes without the smoothing, and the branch."""
@@ -67,13 +75,28 @@ class SVDQuantCore(Core):
         return self.weight(like)[:, : self._local.k] / smooth + up @ down
 
     def weight(self, like: torch.Tensor) -> torch.Tensor:
-        """What codes and scales stand for, `(N, padded K)`, in the dtype of a tensor."""
-        codes, scales = (self._local.layout(leaf).unpack(getattr(self, leaf)) for leaf in ("qweight", "wscales"))
-        values = code_values(codes, self.form).unflatten(-1, (-1, self.form.group)) * scales.float()[..., None]
-        weight = values.flatten(-2)[: self._local.n]
-        for leaf in {CHANNEL_SCALES, TENSOR_SCALE}.intersection(self._parameters):
-            weight = weight * self._local.plain(leaf, getattr(self, leaf)).float()[:, None]
-        return weight.to(like.dtype)
+        """What codes and scales stand for, `(N, padded K)`, in the dtype of a tensor. Some tiles of rows at a time: so little
+        lies beside it.
+        """
+        numbers = {leaf: self._local.layout(leaf).unpack(getattr(self, leaf)).float() for leaf in self._scales()}
+        steps = numbers.pop("wscales")[..., None]
+        weight = like.new_empty(len(steps), padded(self._local.k))
+        rows = max(TILE_N, AT_ONCE // weight.shape[1] // TILE_N * TILE_N)
+        for part in (slice(start, start + rows) for start in range(0, len(weight), rows)):
+            weight[part] = self._values(part, steps, numbers.values())
+        return weight[: self._local.n]
+
+    def _values(self, rows: slice, steps: torch.Tensor, scales: Iterable[torch.Tensor]) -> torch.Tensor:
+        """What the codes of whole tiles of rows stand for in these steps and scales, float32."""
+        codes = self._local.layout("qweight").unpack(self.qweight[rows])
+        values = code_values(codes, self.form).unflatten(-1, (-1, self.form.group)).mul_(steps[rows])
+        for scale in scales:
+            values.mul_(scale.expand(len(steps))[rows, None, None])
+        return values.flatten(-2)
+
+    def _scales(self) -> tuple[str, ...]:
+        """What the codes are multiplied with, of that what is held."""
+        return ("wscales", *(leaf for leaf in (CHANNEL_SCALES, TENSOR_SCALE) if leaf in self._parameters))
 
     def _plain(self, leaf: str, like: torch.Tensor) -> torch.Tensor:
         return self._local.plain(leaf, getattr(self, leaf)).to(like.dtype)

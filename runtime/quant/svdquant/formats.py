@@ -50,10 +50,9 @@ def code_values(codes: torch.Tensor, form: Format) -> torch.Tensor:
     """What codes from 0 to 15 stand for: two's complement, or E2M1 (a sign, two bits of exponent, one of mantissa)."""
     if not form.is_float:
         return ((codes.to(torch.int8) ^ 8) - 8).float()
-    return (
-        codes.new_tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)[codes.int()]
-        / 2
-    )
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    table = codes.new_tensor([*values, 0, *(-value for value in values[1:])], dtype=torch.float32)
+    return table[codes.int()]
 
 
 def value_codes(values: torch.Tensor, form: Format) -> torch.Tensor:
@@ -72,7 +71,8 @@ def round_to_codes(values: torch.Tensor, form: Format) -> torch.Tensor:
 def round_e2m1(values: torch.Tensor) -> torch.Tensor:
     """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with either sign."""
     size = values.abs()
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    step = torch.full_like(size, 0.5).add_(size >= 2, alpha=0.5).add_(size >= 4)
+    del size
     return (values / step).round_().mul_(step).clamp_(-E2M1_MAX, E2M1_MAX)
 
 
@@ -84,11 +84,9 @@ def round_e4m3(values: torch.Tensor) -> torch.Tensor:
 def round_activations(x: torch.Tensor, form: Format) -> torch.Tensor:
     """`(..., K)` in 4 bits: each token and group of features with its own scale. In the dtype of `x`."""
     groups = x.unflatten(-1, (-1, form.group))
-    largest = groups.abs().amax(-1, keepdim=True)
-    if form.is_float:
-        scale = round_e4m3(largest / form.largest)
-        codes = round_e2m1(groups / scale.where(scale > 0, 1))
-    else:
-        scale = largest / form.largest
-        codes = (groups / scale.where(scale > 0, 1)).round()
-    return (codes * scale).flatten(-2)
+    largest = torch.maximum(groups.amax(-1, keepdim=True), -groups.amin(-1, keepdim=True))
+    scale = largest / form.largest
+    scale = round_e4m3(scale) if form.is_float else scale
+    values = groups / scale.where(scale > 0, 1)
+    values = round_e2m1(values) if form.is_float else values.round_()
+    return values.mul_(scale).flatten(-2)
