@@ -43,10 +43,10 @@ class StepReporter:
     def __call__(self, step: int, total: int, denoised: torch.Tensor) -> None:
         first, self._step, self._total = not self._step, step, total
         self._check_weights()
-        if first:
-            self._look(denoised)
         preview = None if self._draw is None else self._draw(denoised)
         self._progress(SAMPLING, step, total, preview=preview)
+        if first:  # after a rank that could not read its weights has told the others, which ends the job on all of them
+            self._look(denoised)
 
     def check(self) -> None:
         """Stand at the step last told, behind another model call of it; the job may be cancelled here too."""
