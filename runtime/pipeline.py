@@ -205,9 +205,7 @@ class Pipeline:
             return vae.decode(latent, progress=progress)
 
     def encode(self, pixels: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor | None:
-        """The latent of `(N, H, W, 3)` in 0..1, float32 on the CPU; None on every rank but the first. Raises `Refused`
-        without a VAE.
-        """
+        """The latent of pictures `(N, H, W, 3)` in 0..1, on the CPU; None on all ranks but the first. Raises as `decode`."""
         with self._components.vae(progress) as vae:
             return vae.encode(pixels, progress=progress)
 

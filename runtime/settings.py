@@ -73,8 +73,7 @@ class ParallelSettings(Settings):
     @field_validator("devices")
     @classmethod
     def _known_devices(cls, devices: str) -> str:
-        devices = devices.replace(" ", "")
-        if not _DEVICES.fullmatch(devices):
+        if not _DEVICES.fullmatch(devices := devices.replace(" ", "")):
             raise ValueError(f"devices {devices!r} is not one of: auto, cpu:N (such as cpu:2), cuda:0,1")
         numbers = [int(number) for number in re.findall("[0-9]+", devices)]
         if len(set(numbers)) != len(numbers):
