@@ -85,7 +85,7 @@ def _bytes_of(
     undealt = (
         (form.undealt * (tokens - image) * size + form.tables * tokens * FLOAT32_BYTES) * facts.heads * facts.head_dim
     )
-    tables = form.head_tables * tokens * facts.head_dim * FLOAT32_BYTES
+    tables = (form.head_tables + items * form.item_tables) * tokens * facts.head_dim * FLOAT32_BYTES
     words = sum(max(entry.text, facts.spec.text_fill) * (TAKEN if entry.again else READ + TAKEN) for entry in entries)
     prompts = load.batch * words * facts.config.get(facts.spec.text_width, 0) * size
     latents = _latents(facts, load, call.count, items, size)

@@ -98,10 +98,10 @@ class Activations:
     """The moments of a block at which most is held: inside the MLP; at attention but for the query, key and value and what
     their exchange adds; and, of a model in fewer bits, where most is `widened` to float32, each of which counts as two.
     `undealt` as wide as the model are on every rank for all tokens of the picture, since they are made before those are
-    dealt; so are `tables` of their positions, in float32 whatever the number format, which count in no moment, and
-    `head_tables`, which are as wide as a head and the same for all items. `last` is what is held as the last Linear of the MLP
-    is called, its input among that and its output not; where it is not given, one tensor less inside the MLP than at its
-    widest moment.
+    dealt; so are `tables` of their positions, in float32 whatever the number format, which count in no moment, and those as
+    wide as a head: `head_tables`, the same for all items, and `item_tables`, of each its own. `last` is what is held as the
+    last Linear of the MLP is called, its input among that and its output not; where it is not given, one tensor less inside
+    the MLP than at its widest moment.
     """
 
     mlp: Moment
@@ -110,4 +110,5 @@ class Activations:
     undealt: float = 0.0
     tables: float = 0.0
     head_tables: float = 0.0
+    item_tables: float = 0.0
     last: Moment | None = None

@@ -161,7 +161,12 @@ LUMINA2 = FamilySpec(
     latent=LATENT,
     vae_class="AutoencoderKL",
     activations=Activations(
-        mlp=Moment(6, hidden=3), attention=Moment(2, cut=1), widened=Moment(6, hidden=5), last=Moment(6, hidden=1)
+        mlp=Moment(6, hidden=3),
+        attention=Moment(2, cut=1),
+        widened=Moment(6, hidden=5),
+        undealt=1,  # words and picture, side by side
+        item_tables=4,  # of the picture alone, and behind its words: complex numbers in float64
+        last=Moment(6, hidden=1),
     ),
     text_length=512,
     tiny=TINY,

@@ -154,7 +154,12 @@ ZIMAGE = FamilySpec(
     shift=3.0,
     latent=LATENT,
     vae_class="AutoencoderKL",
-    activations=Activations(mlp=Moment(5, hidden=4), attention=Moment(2), last=Moment(5, hidden=1)),
+    activations=Activations(
+        mlp=Moment(5, hidden=4),
+        attention=Moment(2),
+        item_tables=2,  # of the picture alone, and behind its words: complex numbers in float32
+        last=Moment(5, hidden=1),
+    ),
     text_length=512,
     tiny=TINY,
     timestep_scale=1.0,
