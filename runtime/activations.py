@@ -30,8 +30,6 @@ READ, TAKEN = 1, 1
 GELU = 2
 """Inside an MLP: what it is of, and what it gives. More are in one with a gate, which is made beside what it is for."""
 QKV = 3
-BESIDE = 3
-"""What stands beside the latent: as it is read, joined with that of the other branches, and in what the model takes."""
 ULYSSES = 6
 """Query, key and value on their way: as they are sent, and as they arrive."""
 ARRIVED = 3
@@ -88,16 +86,23 @@ def _bytes_of(
     tables = (form.head_tables + items * form.item_tables) * tokens * facts.head_dim * FLOAT32_BYTES
     words = sum(max(entry.text, facts.spec.text_fill) * (TAKEN if entry.again else READ + TAKEN) for entry in entries)
     prompts = load.batch * words * facts.config.get(facts.spec.text_width, 0) * size
-    latents = _latents(facts, load, call.count, items, size)
+    latents = _latents(load, items, size) + _beside(facts, load, call, entries, size)
     called = max((_at_call(each, facts, degrees.tensor, items, image, text, size) for each in linears), default=0)
     return round(max(items * max(block, attention), called) + items * undealt + tables) + latents + prompts
 
 
-def _latents(facts: ModelFacts, load: Workload, joined: int, items: int, size: int) -> int:
-    """Bytes of latents in sampling, of so many items that the model takes, and of what stands beside them."""
+def _latents(load: Workload, items: int, size: int) -> int:
+    """Bytes of latents in sampling, of so many items that the model takes."""
     numbers = math.prod(load.latent) // load.batch
-    beside = BESIDE * joined * math.prod(load.latent) // load.latent[1] * _channels_beside(facts) * size
-    return (LATENTS * FLOAT32_BYTES * load.batch + items * (FLOAT32_BYTES + size)) * numbers + beside
+    return (LATENTS * FLOAT32_BYTES * load.batch + items * (FLOAT32_BYTES + size)) * numbers
+
+
+def _beside(facts: ModelFacts, load: Workload, call: Call, entries: Sequence[Prompt], size: int) -> int:
+    """Bytes of what stands beside the latent: as each entry is read, joined for the calls of these, in what the model takes."""
+    read = load.read * math.prod(load.latent[2:])
+    joined = sum(math.prod(load.dims_of(entry.area)) for entry in entries)
+    taken = call.count * math.prod(call.dims)
+    return load.batch * (read + joined + taken) * _channels_beside(facts) * size
 
 
 def _channels_beside(facts: ModelFacts) -> int:

@@ -105,6 +105,11 @@ class Workload:
             for shape in (dims or self.latent, *self.references)
         )
 
+    @property
+    def read(self) -> int:
+        """How many entries the branches were given, each of which is read on every rank."""
+        return sum(not entry.again for branch in self.prompts for entry in branch) or self.branches
+
     def shares(self, cfg: int) -> list[list[Prompt]]:
         """The entries that each of `cfg` ranks evaluates: branches are dealt out, a single one is evaluated by all."""
         branches = self.prompts or ((Prompt(self.text),),) * self.branches
@@ -117,11 +122,11 @@ class Workload:
         calls: set[Call] = set()
         for moment in {entry.start for entry in entries}:
             used = [entry for entry in entries if entry.start <= moment <= entry.end]
-            alike = Counter((max(entry.text, fill), self._dims_of(entry.area)) for entry in used)
+            alike = Counter((max(entry.text, fill), self.dims_of(entry.area)) for entry in used)
             calls |= {Call(min(count, MOST_JOINED), *shape) for shape, count in alike.items()}
         return sorted(calls)
 
-    def _dims_of(self, area: Area | None) -> tuple[int, ...]:
+    def dims_of(self, area: Area | None) -> tuple[int, ...]:
         """The part of the latent that an area covers; all of it for one that does not fit, which the job will refuse."""
         dims = self.latent[2:]
         with suppress(ValueError):
