@@ -167,7 +167,7 @@ QWEN_2511 = replace(
     config_from=lambda shapes: {**config_from(shapes), "zero_cond_t": True},
     unsupported_config=not_2511,
     references=("index_timestep_zero", "index"),
-    activations=replace(QWEN.activations, mlp=Moment(9, hidden=2, text=5)),
+    activations=replace(QWEN.activations, referred=Moment(9, hidden=2, text=5)),
     tiny=MappingProxyType({**TINY, "zero_cond_t": True}),
 )
 """The tokens of references are modulated as if they had no noise, where no other way is asked for."""
