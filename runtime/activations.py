@@ -72,9 +72,9 @@ def _bytes_of(
     items = -(-load.batch * call.count // degrees.data)
     sharing = degrees.ring * degrees.ulysses * (degrees.cfg if load.branches == 1 else 1)
     is_dealt = any("text" in (place.stream, *place.behind) for place in facts.spec.split.split)
-    tokens = load.tokens(facts.spec.patch, dims=call.dims)
+    tokens = load.tokens(facts.spec.patch, call=call)
     image, text = -(-tokens // sharing), -(-call.text // (sharing if is_dealt else 1))
-    inside = form.referred if form.referred and load.references else form.mlp
+    inside = form.referred if form.referred and call.references else form.mlp
     moments = (inside, form.widened) if size < FLOAT32_BYTES else (inside,)
     block = max(_moment(each, facts, degrees.tensor, image, text, size) for each in moments)
     exchanged = (image if form.attention.text == 0 else image + text) * _heads(facts, degrees.tensor)

@@ -21,7 +21,8 @@ MOST_JOINED = 4
 
 class Prompt(NamedTuple):
     """An entry of a branch of guidance: how many tokens its `text` has, the `area` it covers, None for all of the latent, and
-    between which parts of the way it is used. `again`: it reads what another one of its branch has read.
+    between which parts of the way it is used. `again`: it reads what another one of its branch has read. `references` are the
+    shapes of those that stand beside the latent.
     """
 
     text: int
@@ -29,25 +30,30 @@ class Prompt(NamedTuple):
     start: float = 0.0
     end: float = 1.0
     again: bool = False
+    references: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, entry: Conditioning, *, again: bool = False) -> Prompt:
         """Of an entry whose area is in latent pixels; one that follows from a mask counts as all of the latent."""
         start, end = (0.0 if entry.start_percent is None else entry.start_percent), entry.end_percent
-        return cls(entry.text_tokens, entry.area, start, 1.0 if end is None else end, again)
+        references = tuple(tuple(each.shape) for each in entry.references)
+        return cls(entry.text_tokens, entry.area, start, 1.0 if end is None else end, again, references)
 
 
 class Call(NamedTuple):
-    """So many entries that go through the model together, each of so many tokens of text and this part of the latent."""
+    """So many entries that go through the model together, each of so many tokens of text, this part of the latent, and
+    references of these shapes.
+    """
 
     count: int
     text: int
     dims: tuple[int, ...]
+    references: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of sampling: the shape of the `latent`, `(B, C, H, W)` or `(B, C, F, H, W)`, and those of the `references`
+    """One step of sampling: the shape of the `latent`, `(B, C, H, W)` or `(B, C, F, H, W)`, and those of the most `references`
     beside it; the tokens of the longest prompt; and how many branches guidance evaluates. `downscale` as in `Sample`.
     `prompts` are the entries of those branches; where they are not known, one of the longest prompt for each.
     """
@@ -98,11 +104,12 @@ class Workload:
         """How many pictures or videos."""
         return self.latent[0]
 
-    def tokens(self, patch: tuple[int, ...], *, dims: tuple[int, ...] = ()) -> int:
-        """How many tokens an item has, references among them; or a part of it, of these dims."""
+    def tokens(self, patch: tuple[int, ...], *, call: Call | None = None) -> int:
+        """How many tokens an item has, references among them; or what of it is in a call."""
+        dims, references = (self.latent, self.references) if call is None else (call.dims, call.references)
         return sum(
             math.prod(-(-size // step) for size, step in zip(shape[-len(patch) :], patch, strict=True))
-            for shape in (dims or self.latent, *self.references)
+            for shape in (dims, *references)
         )
 
     @property
@@ -112,7 +119,7 @@ class Workload:
 
     def shares(self, cfg: int) -> list[list[Prompt]]:
         """The entries that each of `cfg` ranks evaluates: branches are dealt out, a single one is evaluated by all."""
-        branches = self.prompts or ((Prompt(self.text),),) * self.branches
+        branches = self.prompts or ((Prompt(self.text, references=self.references),),) * self.branches
         lengths = even_lengths(len(branches), min(cfg, len(branches)))
         dealt = (branches[span(lengths, rank)] for rank in range(len(lengths)))
         return [[entry for branch in own for entry in branch] for own in dealt]
@@ -122,7 +129,7 @@ class Workload:
         calls: set[Call] = set()
         for moment in {entry.start for entry in entries}:
             used = [entry for entry in entries if entry.start <= moment <= entry.end]
-            alike = Counter((max(entry.text, fill), self.dims_of(entry.area)) for entry in used)
+            alike = Counter((max(entry.text, fill), self.dims_of(entry.area), entry.references) for entry in used)
             calls |= {Call(min(count, MOST_JOINED), *shape) for shape, count in alike.items()}
         return sorted(calls)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from runtime.activations import activation_bytes
 from runtime.degrees import Degrees
@@ -103,6 +104,13 @@ SHARED = {
 def test_entries_go_through_the_model_together_where_the_plan_says(name):
     off = regions_off_by("wan", **SHARED[name])
     assert abs(off) < NEAR
+
+
+@pytest.mark.parametrize("family", ["qwen", "qwen-2511", "flux2"])
+def test_references_of_one_side_count_for_that_side(family):
+    form = FAMILIES[family].latent
+    reference = torch.zeros(1, form.channels, *(1,) * (form.dims - 2), 40, 48)
+    assert abs(regions_off_by(family, entries=[{"references": (reference,)}])) < NEAR
 
 
 def test_entries_that_take_turns_count_together_for_the_step_at_which_they_meet():
