@@ -10,14 +10,17 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from .degrees import Degrees
 from .families.cuts import Moment
+from .families.spec import CLEAN
 from .footprint import DTYPE_BYTES, FLOAT32_BYTES, local_shape, shard_mode
 from .inspection import ModelFacts
+from .lora.size import Added, WorkedOut
 from .stored import IN_TORCH, Stored
-from .temporaries import call_bytes
+from .temporaries import call_bytes, changed_call_bytes
 from .workload import Call, Prompt, Workload
 
 TOKENS = Moment(1)
@@ -41,15 +44,21 @@ MERGED = 3
 
 
 def activation_bytes(
-    facts: ModelFacts, degrees: Degrees, load: Workload, *, dtype: str, kernels: str = IN_TORCH
+    facts: ModelFacts,
+    degrees: Degrees,
+    load: Workload,
+    *,
+    dtype: str,
+    kernels: str = IN_TORCH,
+    changes: WorkedOut = MappingProxyType({}),
 ) -> int:
     """The most that a rank works with beside the weights; 0 for a family for which that is not known. `kernels` are those for
-    weights in 4 bits.
+    weights in 4 bits, and `changes` what LoRAs have worked out in each call, by the name of a Linear.
     """
     form, size = facts.spec.activations, DTYPE_BYTES[dtype]
     if form is None:
         return 0
-    linears = _linears(facts, degrees.tensor, kernels)
+    linears = _linears(facts, degrees.tensor, kernels, changes)
     calls = [
         _bytes_of(call, entries, facts, degrees, load, size, linears)
         for entries in load.shares(degrees.cfg)
@@ -74,7 +83,7 @@ def _bytes_of(
     is_dealt = any("text" in (place.stream, *place.behind) for place in facts.spec.split.split)
     tokens = load.tokens(facts.spec.patch, call=call)
     image, text = -(-tokens // sharing), -(-call.text // (sharing if is_dealt else 1))
-    inside = form.referred if form.referred and call.references else form.mlp
+    inside = form.referred if form.referred and _is_clean(call, facts) else form.mlp
     moments = (inside, form.widened) if size < FLOAT32_BYTES else (inside,)
     block = max(_moment(each, facts, degrees.tensor, image, text, size) for each in moments)
     exchanged = (image if form.attention.text == 0 else image + text) * _heads(facts, degrees.tensor)
@@ -90,6 +99,11 @@ def _bytes_of(
     latents = _latents(load, items, size) + _beside(facts, load, call, entries, size)
     called = max((_at_call(each, facts, degrees.tensor, items, image, text, size) for each in linears), default=0)
     return round(max(items * max(block, attention), called) + items * undealt + tables) + latents + prompts
+
+
+def _is_clean(call: Call, facts: ModelFacts) -> bool:
+    """Whether references stand beside the picture as if they had no noise."""
+    return bool(call.references) and (call.method or facts.spec.references[0]) == CLEAN
 
 
 def _latents(load: Workload, items: int, size: int) -> int:
@@ -150,21 +164,30 @@ def _exchange(ring: int, ulysses: int, size: int) -> float:
 
 
 class _Linear(NamedTuple):
-    """One that is not held as it is multiplied with: its shape on a rank, and where in the model it is called."""
+    """One that is not held as it is multiplied with: its shape on a rank, where in the model it is called, and what changes it."""
 
     stored: Stored
     shape: tuple[float, float]
     place: Literal["first", "last", "attention", "once"]
+    changes: Sequence[Added] = ()
 
 
-def _linears(facts: ModelFacts, tensor: int, kernels: str) -> list[_Linear]:
-    """Those that differ: blocks of one list have the same ones."""
-    names = {(re.sub(r"\.\d+\.", ".0.", name, count=1), stored.kind): name for name, stored in facts.stored.items()}
-    return [_linear(facts, name, tensor, kernels) for name in names.values() if f"{name}.weight" in facts.shapes]
+def _linears(facts: ModelFacts, tensor: int, kernels: str, changes: WorkedOut) -> list[_Linear]:
+    """Those that differ: blocks of one list have the same ones, but for what changes them."""
+    held = {name: facts.stored.get(name, Stored()) for name in (*facts.stored, *changes)}
+    alike = {
+        (re.sub(r"\.\d+\.", ".0.", name, count=1), stored.kind, len(changes.get(name, ()))): name
+        for name, stored in held.items()
+        if f"{name}.weight" in facts.shapes
+    }
+    return [
+        _linear(facts, name, held[name], tensor, kernels)._replace(changes=changes.get(name, ()))
+        for name in alike.values()
+    ]
 
 
-def _linear(facts: ModelFacts, name: str, tensor: int, kernels: str) -> _Linear:
-    stored, (out, into) = facts.stored[name], facts.shapes[f"{name}.weight"]
+def _linear(facts: ModelFacts, name: str, stored: Stored, tensor: int, kernels: str) -> _Linear:
+    out, into = facts.shapes[f"{name}.weight"]
     stored = replace(stored, kernels=kernels, joined=tuple(replace(part, kernels=kernels) for part in stored.joined))
     width, once = facts.heads * facts.head_dim, shard_mode(facts, name) == "gather" or not facts.spec.block_of(name)
     place = "once" if once else "last" if into > width else "first" if out > width else "attention"
@@ -187,4 +210,13 @@ def _at_call(linear: _Linear, facts: ModelFacts, tensor: int, items: int, image:
     else:
         moment = replace(form.mlp, hidden=form.mlp.hidden > GELU)
     held = _moment(moment, facts, tensor, image, text, size)
-    return items * held + call_bytes(linear.stored, linear.shape, items * tokens, size)
+    call = linear.stored, linear.shape, items * tokens, size
+    return items * held + max(call_bytes(*call), _changed(*call, changes=linear.changes))
+
+
+def _changed(*call: Any, changes: Sequence[Added]) -> float:
+    """Bytes of a call whose weight is changed by these; 0 where there are none."""
+    if not changes:
+        return 0
+    whole, made = (max(getattr(each, size) for each in changes) for size in ("whole", "made"))
+    return changed_call_bytes(*call, changes=len(changes), whole=whole, made=made)

@@ -72,7 +72,7 @@ def held_by_rank(
     Layers that the family does not cut are whole on every rank, and some stay in float32. Where it is left to the memory
     that is `free` for a rank which blocks are resident, 0 gives the least.
     """
-    tensors = [_tensor(facts, name, shape, dtype, tensor, offload) for name, shape in facts.shapes.items()]
+    tensors = _tensors(facts, dtype, tensor, offload)
     blocks = _streamed(tensors, facts.spec.blocks, offload, free=free)
     comes = [[each for each in tensors if each.block == block and each.is_matrix] for block in blocks]
     staying = [each for each in tensors if each.block not in blocks or not each.is_matrix]
@@ -84,6 +84,13 @@ def held_by_rank(
         slots=slots * max(map(_sum, comes), default=0),
         mapped=_sum(each for each in (*staying, *copies) if each.is_mapped),
     )
+
+
+def streamed_blocks(
+    facts: ModelFacts, *, dtype: str, tensor: int, offload: MemorySettings, free: int = 0
+) -> frozenset[str]:
+    """The blocks whose matrices come in for each run, by name; arguments as of `held_by_rank`."""
+    return _streamed(_tensors(facts, dtype, tensor, offload), facts.spec.blocks, offload, free=free)
 
 
 def bytes_per_rank(facts: ModelFacts, *, dtype: str, tensor: int, offload: MemorySettings = ON_DEVICE) -> int:
@@ -126,6 +133,10 @@ def _streamed(
 
 def _sum(tensors: Iterable[_Tensor]) -> int:
     return sum(each.nbytes for each in tensors)
+
+
+def _tensors(facts: ModelFacts, dtype: str, degree: int, offload: MemorySettings) -> list[_Tensor]:
+    return [_tensor(facts, name, shape, dtype, degree, offload) for name, shape in facts.shapes.items()]
 
 
 def _tensor(

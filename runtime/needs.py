@@ -7,13 +7,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
+from typing import Any
 
 from .activations import activation_bytes
 from .degrees import Degrees, factored
-from .footprint import DTYPE_BYTES, ON_DEVICE, Held, held_by_rank
+from .footprint import ON_DEVICE, Held, held_by_rank, streamed_blocks
 from .host_memory import UNKNOWN, HostMemory
 from .inspection import ModelFacts
 from .kernels import has_triton
+from .lora.size import Added, LoraBytes, WorkedOut, lora_bytes, worked_out
 from .parallel.lengths import grained_lengths
 from .settings import MemorySettings, formula
 from .stored import IN_TORCH, IN_TRITON, shared_features
@@ -29,7 +31,7 @@ WEIGHTS_SHARE = 0.8
 @dataclass(frozen=True)
 class Needs:
     """What a model asks of the degrees; `memory` is bytes of the smallest device, 0 where that is not known, `offload`
-    says which weights are on it, `beside` how many numbers of LoRAs, and `workload` what is sampled, where that is known.
+    says which weights are on it, `added` what LoRAs do to each expert, and `workload` what is sampled, where that is known.
     `devices` has one for each rank, and `host` is what there is of the memory that those on the processor share. `known` is
     what was added up already, for this model on any devices.
     """
@@ -39,10 +41,10 @@ class Needs:
     memory: int = 0
     offload: MemorySettings = ON_DEVICE
     workload: Workload | None = None
-    beside: int = 0
+    added: tuple[tuple[Added, ...], ...] = ()
     devices: tuple[str, ...] = ()
     host: HostMemory = UNKNOWN
-    known: dict[tuple, Held] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[tuple, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def problem(self, degrees: Mapping[str, int]) -> str:
         """What is wrong with degrees, of which some may be missing; empty when nothing is."""
@@ -113,27 +115,39 @@ class Needs:
         """What the weights of a rank take on its device, and LoRAs beside them; 0 where that is not known. A GPU has at least
         so much, as what is free there when they are loaded is not known; on the processor that is host memory.
         """
-        weights = self._on_device(tensor)
-        return weights + self._loras if weights else 0
+        weights, (loras, _) = self._on_device(tensor), self._loras(tensor)
+        beside = loras.beside + loras.files + loras.folded if self.on_host else loras.beside
+        return weights + beside if weights else 0
 
     @property
     def on_host(self) -> bool:
         """Whether the ranks run on the processor."""
         return "cpu" in self.devices
 
-    @property
-    def _loras(self) -> int:
-        return DTYPE_BYTES[self.dtype] * self.beside
-
     def _on_device(self, tensor: int) -> int:
         return self._held(tensor).on_host if self.on_host else self._held(tensor).on_gpu
 
     def _held(self, tensor: int) -> Held:
-        free = (self.host.free or 0) // len(self.devices) if self.on_host else 0
-        held = {"dtype": self.dtype, "tensor": tensor, "offload": self.offload, "free": free}
+        held = self._holding(tensor)
         key = tuple(held.values())
         if key not in self.known:
             self.known[key] = sum((held_by_rank(each, **held) for each in self.facts.experts), Held())
+        return self.known[key]
+
+    def _holding(self, tensor: int) -> dict[str, Any]:
+        free = (self.host.free or 0) // len(self.devices) if self.on_host else 0
+        return {"dtype": self.dtype, "tensor": tensor, "offload": self.offload, "free": free}
+
+    def _loras(self, tensor: int) -> tuple[LoraBytes, list[WorkedOut]]:
+        """What LoRAs take of a rank, and what each expert that they change works out in its calls."""
+        held = self._holding(tensor)
+        key = (self.added, self.on_host, *held.values())
+        if key not in self.known:
+            experts = zip(self.facts.experts, self.added, strict=False)
+            changed = [(facts, added, streamed_blocks(facts, **held)) for facts, added in experts if added]
+            kinds = {"dtype": self.dtype, "tensor": tensor, "on_host": self.on_host}
+            taken = sum((lora_bytes(*each, **kinds) for each in changed), LoraBytes())
+            self.known[key] = taken, [worked_out(*each) for each in changed]
         return self.known[key]
 
     def fits(self, tensor: int) -> bool:
@@ -150,7 +164,11 @@ class Needs:
         """What a rank works with in a step beside the weights; 0 where that is not known."""
         if not self.workload:
             return 0
-        return activation_bytes(self.facts, degrees, self.workload, dtype=self.dtype, kernels=self._kernels)
+        kinds = {"dtype": self.dtype, "kernels": self._kernels}
+        _, changes = self._loras(degrees.tensor)
+        return max(
+            activation_bytes(self.facts, degrees, self.workload, changes=each, **kinds) for each in changes or [{}]
+        )
 
     @property
     def _kernels(self) -> str:
@@ -170,11 +188,11 @@ class Needs:
         """What all ranks together take of host memory, without pages of files, which the system can take back. Weights are
         there once for the ranks that hold the same.
         """
-        held = self._held(degrees.tensor)
+        held, (loras, _) = self._held(degrees.tensor), self._loras(degrees.tensor)
         if not self.on_host:
-            return held.streamed * degrees.tensor
-        own = held.slots + self.activation_bytes(degrees)
-        return held.made * degrees.tensor + self._loras + own * degrees.product
+            return (held.streamed + loras.folded) * degrees.tensor + loras.files * degrees.product
+        own = held.slots + loras.beside + loras.files + self.activation_bytes(degrees)
+        return (held.made + loras.folded) * degrees.tensor + own * degrees.product
 
     def lack(self, degrees: Degrees) -> str:
         """Which memory is too small, in words, as far as that is known; empty when there is enough."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from .comparison import tolerance_for
 from .degrees import Degrees
 from .errors import Refused
 from .experts import inspect_settings
-from .footprint import ON_DEVICE, Held
+from .footprint import ON_DEVICE
 from .inspection import ModelFacts
-from .lora.size import numbers_beside
+from .lora.size import Added, added_by
 from .machine import Machine
 from .needs import MOST_BRANCHES, USUAL_BRANCHES, Needs
 from .parts import check_offload, check_parts
@@ -84,14 +85,14 @@ class PlanRefused(Refused):
 @dataclass(frozen=True)
 class Holding:
     """How weights are held, their number format ("auto" for the device's own) and which of them are on the device; what is
-    sampled with them, where that is known; how many numbers of LoRAs lie beside them; and what was added up of them.
+    sampled with them, where that is known; what LoRAs do to each expert; and what was added up of them.
     """
 
     dtype: str
     offload: MemorySettings
     workload: Workload | None
-    beside: int
-    known: dict[tuple, Held] = field(default_factory=dict)
+    added: tuple[tuple[Added, ...], ...]
+    known: dict[tuple, Any] = field(default_factory=dict)
 
 
 def plan_work(work: Work, machine: Machine) -> Plan:
@@ -110,7 +111,7 @@ def plan_facts(facts: ModelFacts, model: ModelSettings, machine: Machine, *, wor
     """The same for a model whose facts are known."""
     check_parts(model, facts.spec)
     check_offload(facts, model.memory)
-    held = {"offload": model.memory, "beside": numbers_beside(model.loras, experts=len(facts.experts))}
+    held = {"offload": model.memory, "added": added_by(model.loras, facts)}
     return make_plan(model.parallel, facts, machine, dtype=model.dtype, workload=workload, **held)
 
 
@@ -122,13 +123,13 @@ def make_plan(
     dtype: str = "auto",
     offload: MemorySettings = ON_DEVICE,
     workload: Workload | None = None,
-    beside: int = 0,
+    added: tuple[tuple[Added, ...], ...] = (),
 ) -> Plan:
     """The plan for these settings. Raises `PlanRefused` with formula, numbers and the nearest legal plan.
 
     A `workload` only rules out degrees that would leave ranks idle: all other requests of one graph have the same plan.
     """
-    holding = Holding(dtype, offload, workload and workload.sampled_as(facts.spec.latent), beside)
+    holding = Holding(dtype, offload, workload and workload.sampled_as(facts.spec.latent), added)
     problem = _problem(parallel, facts, machine, holding)
     if problem:
         raise PlanRefused(problem, nearest=_nearest(parallel, facts, machine, holding))
@@ -155,7 +156,7 @@ def _needs(facts: ModelFacts, machine: Machine, devices: Sequence[str], holding:
     auto = "fp32" if "cpu" in devices else "bf16"
     dtype = auto if holding.dtype == "auto" else holding.dtype
     memory = min(sizes, default=0) * MIB
-    held = (holding.offload, holding.workload, holding.beside)
+    held = (holding.offload, holding.workload, holding.added)
     return Needs(facts, dtype, memory, *held, devices=tuple(devices), host=machine.host, known=holding.known)
 
 

@@ -10,13 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from .errors import Refused
-from .families.spec import FamilySpec
+from .families.spec import CLEAN, FamilySpec
 from .guidance import Predict
 from .protocol import Conditioning
 from .tokens import image_ids, pack, pad_to_patch, patches, unpack, video_places
-
-CLEAN = "index_timestep_zero"
-"""The way in which references have no noise."""
 
 GUIDANCE = 3.5
 """Of a model that is told its guidance, when the conditioning does not say; ComfyUI's number."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .stored import AWQ_INT4, FOUR_BIT, GROUPS, IN_TORCH, JOINED, SVDQUANT_NVFP4, Stored
+from .stored import AWQ_INT4, FOUR_BIT, GROUPS, IN_TORCH, JOINED, PLAIN, SVDQUANT_NVFP4, Stored
 
 AT_ONCE = 1 << 22
 """Numbers of a weight in 4 bits that are unpacked together: enough to keep a GPU busy, and little beside a large weight."""
@@ -49,6 +49,21 @@ def call_bytes(stored: Stored, shape: Sequence[float], tokens: float, size: int)
     if stored.kind in READING:
         return max(out * into * READING[stored.kind], output + out * into * size)
     return output + out * into * size
+
+
+def changed_call_bytes(
+    stored: Stored, shape: Sequence[float], tokens: float, size: int, *, changes: int, whole: int, made: int
+) -> float:
+    """The most for one whose weight is changed in each call, beside its output: the weight as numbers, what is added to it and
+    the sum; then what the input makes of the difference. Of matrices of `whole` numbers `made` are there at once, and where
+    there is more than one of the `changes` the sum with those before stays too.
+    """
+    out, into = shape
+    number, output = out * into, tokens * out * size
+    read = 0 if stored.kind == PLAIN and size == FLOAT else number
+    summed = number if changes > 1 else 0
+    reading = READING.get(stored.kind, 0) * number
+    return output + max(reading, FLOAT * (read + summed + max(made, number + whole)), number * size + output)
 
 
 def _four_bit(kind: str, shape: Sequence[float], tokens: float, size: int) -> float:

@@ -22,7 +22,7 @@ MOST_JOINED = 4
 class Prompt(NamedTuple):
     """An entry of a branch of guidance: how many tokens its `text` has, the `area` it covers, None for all of the latent, and
     between which parts of the way it is used. `again`: it reads what another one of its branch has read. `references` are the
-    shapes of those that stand beside the latent.
+    shapes of those that stand beside the latent, `method` how, empty for the model's own choice.
     """
 
     text: int
@@ -31,24 +31,27 @@ class Prompt(NamedTuple):
     end: float = 1.0
     again: bool = False
     references: tuple[tuple[int, ...], ...] = ()
+    method: str = ""
 
     @classmethod
     def of(cls, entry: Conditioning, *, again: bool = False) -> Prompt:
         """Of an entry whose area is in latent pixels; one that follows from a mask counts as all of the latent."""
         start, end = (0.0 if entry.start_percent is None else entry.start_percent), entry.end_percent
         references = tuple(tuple(each.shape) for each in entry.references)
-        return cls(entry.text_tokens, entry.area, start, 1.0 if end is None else end, again, references)
+        end = 1.0 if end is None else end
+        return cls(entry.text_tokens, entry.area, start, end, again, references, entry.reference_method)
 
 
 class Call(NamedTuple):
     """So many entries that go through the model together, each of so many tokens of text, this part of the latent, and
-    references of these shapes.
+    references of these shapes, which stand there by this `method`.
     """
 
     count: int
     text: int
     dims: tuple[int, ...]
     references: tuple[tuple[int, ...], ...] = ()
+    method: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,9 @@ class Workload:
         calls: set[Call] = set()
         for moment in {entry.start for entry in entries}:
             used = [entry for entry in entries if entry.start <= moment <= entry.end]
-            alike = Counter((max(entry.text, fill), self.dims_of(entry.area), entry.references) for entry in used)
+            alike = Counter(
+                (max(entry.text, fill), self.dims_of(entry.area), entry.references, entry.method) for entry in used
+            )
             calls |= {Call(min(count, MOST_JOINED), *shape) for shape, count in alike.items()}
         return sorted(calls)
 

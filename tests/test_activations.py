@@ -89,6 +89,7 @@ def test_also_with_a_long_prompt_and_in_half_the_bits(family, options):
     assert abs(off_by(family, {}, **options)) < NEAR
 
 
+REFERENCES = {"references": (torch.zeros(1, 16, 1, 40, 48),)}
 HALVES = [{"area": (40, 24, 0, 0)}, {"area_percent": (1.0, 0.5, 0.0, 0.5)}]
 SHARED = {
     "prompts of two lengths": {"prompts": (20, 60)},
@@ -106,11 +107,15 @@ def test_entries_go_through_the_model_together_where_the_plan_says(name):
     assert abs(off) < NEAR
 
 
-@pytest.mark.parametrize("family", ["qwen", "qwen-2511", "flux2"])
-def test_references_of_one_side_count_for_that_side(family):
-    form = FAMILIES[family].latent
-    reference = torch.zeros(1, form.channels, *(1,) * (form.dims - 2), 40, 48)
-    assert abs(regions_off_by(family, entries=[{"references": (reference,)}])) < NEAR
+@pytest.mark.parametrize("method", ["", "index", "index_timestep_zero"])
+@pytest.mark.parametrize("family", ["qwen", "qwen-2511"])
+def test_references_of_one_side_count_for_that_side_by_where_they_stand(family, method):
+    assert abs(regions_off_by(family, entries=[{**REFERENCES, "reference_method": method}])) < NEAR
+
+
+def test_so_do_those_of_a_family_without_that_choice():
+    reference = torch.zeros(1, 128, 40, 48)
+    assert abs(regions_off_by("flux2", entries=[{"references": (reference,)}])) < NEAR
 
 
 def test_entries_that_take_turns_count_together_for_the_step_at_which_they_meet():

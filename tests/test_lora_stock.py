@@ -233,7 +233,7 @@ def test_the_layers_of_flux_lie_where_comfyuis_own_table_has_them(both):
         }
         half = names.shapes[name][0] // 2
         expected = () if rows is None else (slice(rows[1], rows[1] + rows[2]),)
-        assert found[name].spans == ((slice(half, 2 * half), slice(0, half)) if swapped else expected), name
+        assert found[name] == ((slice(half, 2 * half), slice(0, half)) if swapped else expected), name
         seen += 1
     assert seen == sum(name.endswith(".weight") and "norm_" not in name for name in names.shapes) + 1
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from runtime.degrees import Degrees
 from runtime.gain import saves_time
 from runtime.inspection import ModelFacts, inspect_model
+from runtime.lora.size import added_by
 from runtime.machine import CudaDevice, Machine, visible
 from runtime.needs import Needs
 from runtime.plan import PlanRefused, make_plan, plan_model
@@ -335,13 +336,17 @@ def test_loras_count_beside_the_weights_and_choose_no_other_degrees(tmp_path):
 
     lora = LoraSettings(path=str(tmp_path / "s.safetensors"))
     numbers = 2 * 4 * (128 + 128)
-    assert bytes_with(lora) - bytes_with() == 2 * numbers
+    assert bytes_with(lora) - bytes_with() == 2 * 2 * numbers, (
+        "once as they were read, once as they are multiplied with"
+    )
     others = [{"path": str(tmp_path / f"{name}.safetensors")} for name in ("text", "broken", "none")]
-    for free in ({"strength": 0.0}, {"fuse": True}, *others):
+    for free in ({"strength": 0.0}, *others):
         assert bytes_with(lora.model_copy(update=free)) == bytes_with()
-    needs = Needs(inspect_model("random:wan"), memory=int(bytes_with() / 0.8) + 8)
-    assert needs.fits(1) and replace(needs, beside=numbers).fits(1)
-    assert replace(needs, beside=10 * needs.memory).lack(Degrees())
+    facts = inspect_model("random:wan")
+    needs = Needs(facts, memory=int(bytes_with() / 0.8) + 8)
+    [added] = added_by([lora], facts)
+    assert needs.fits(1) and replace(needs, added=(added,)).fits(1)
+    assert replace(needs, added=(added * 1000,)).lack(Degrees())
 
 
 def test_a_model_that_fits_nowhere_has_no_nearest_plan():

@@ -135,7 +135,9 @@ QWEN = FamilySpec(
     shift=math.exp(1.15),
     latent=LATENT,
     vae_class="AutoencoderKLQwenImage",
-    activations=Activations(mlp=Moment(7, hidden=2, text=5), attention=Moment(2, cut=3)),
+    activations=Activations(
+        mlp=Moment(7, hidden=2, text=5), attention=Moment(2, cut=3), referred=Moment(9, hidden=2, text=5)
+    ),
     text_length=512,
     tiny=TINY,
     nunchaku=(
@@ -167,7 +169,6 @@ QWEN_2511 = replace(
     config_from=lambda shapes: {**config_from(shapes), "zero_cond_t": True},
     unsupported_config=not_2511,
     references=("index_timestep_zero", "index"),
-    activations=replace(QWEN.activations, referred=Moment(9, hidden=2, text=5)),
     tiny=MappingProxyType({**TINY, "zero_cond_t": True}),
 )
 """The tokens of references are modulated as if they had no noise, where no other way is asked for."""

@@ -11,6 +11,9 @@ from .cuts import Activations, TensorSplit, TokenSplit
 from .texts import TextUse
 from .written import TILE, Fused, NunchakuFile, PackedLinear, Rebuilt, Shapes, Variant
 
+CLEAN = "index_timestep_zero"
+"""The way in which references have no noise."""
+
 
 @dataclass(frozen=True)
 class LatentFormat:
@@ -128,8 +131,8 @@ class FamilySpec:
     references: tuple[str, ...] = ()
     """The ways in which reference latents can be placed, its own one first."""
     clean_references: str = ""
-    """The attribute by which its class and blocks modulate the tokens of references as if they had no noise, which the way
-    "index_timestep_zero" asks for."""
+    """The attribute by which its class and blocks modulate the tokens of references as if they had no noise, where that way
+    is asked for."""
     references_apart: int = 1
     """How far the numbers of two references are from one another."""
     refuses: tuple[tuple[str, str], ...] = ()

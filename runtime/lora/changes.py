@@ -90,7 +90,7 @@ class LowRank(Change):
         return self.scale == 0.0
 
     def added(self, device: torch.device) -> torch.Tensor:
-        return self.scale * (_matrix(self.up, device) @ _matrix(self.down, device))
+        return (_matrix(self.up, device) @ _matrix(self.down, device)).mul_(self.scale)
 
     def pair(self) -> LowRank:
         return replace(self, down=self.down.flatten(1), up=self.up.flatten(1))
@@ -119,7 +119,7 @@ class Hadamard(Change):
         return self.first.adds_nothing
 
     def added(self, device: torch.device) -> torch.Tensor:
-        return self.first.added(device) * self.second.added(device)
+        return self.first.added(device).mul_(self.second.added(device))
 
     def pair(self) -> LowRank | None:
         """Of the product of the ranks: row by row and column by column, each number of one times each of the other."""
@@ -152,7 +152,7 @@ class Kronecker(Change):
         return self.scale == 0.0
 
     def added(self, device: torch.device) -> torch.Tensor:
-        return self.scale * torch.kron(_matrix(self.first, device), _matrix(self.second, device))
+        return torch.kron(_matrix(self.first, device), _matrix(self.second, device)).mul_(self.scale)
 
     def pair(self) -> LowRank | None:
         """Of the product of the ranks, since (a b) (x) (c d) = (a (x) c) (b (x) d)."""
@@ -268,8 +268,8 @@ class Decomposed(Change):
         magnitude = self.magnitude.float().flatten().unsqueeze(summed).to(weight.device)
         if place.cut.dim == kept:
             magnitude = place.cut.take(magnitude)
-        resized = changed.flatten(1) * (magnitude / lengths)
-        return weight + strength * (resized.reshape(weight.shape) - weight)
+        resized = changed.flatten(1).mul_(magnitude / lengths).reshape(weight.shape)
+        return resized.sub_(weight).mul_(strength).add_(weight)
 
 
 def _matrix(factor: torch.Tensor | LowRank, device: torch.device) -> torch.Tensor:

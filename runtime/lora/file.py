@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from ..errors import Refused
+from ..parallel.shares import Cut
 from ..safetensors_header import read_header
 from ..weight_formats import check_formats
 from .build import weight_change
@@ -123,7 +124,7 @@ def _refuse_kind(file: Path, roles: Roles) -> None:
 
 def _rows_for(file: Path, change: Change, target: Target) -> Change:
     try:
-        return change.rows(target.rows)
+        return change.rows(Cut(0, target.rows))
     except ValueError as error:
         raise Refused(
             f"{file.name} cannot be split for {target.name}: {error}, which is not available yet. Choose a LoRA without it"

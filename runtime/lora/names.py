@@ -11,11 +11,8 @@ from collections.abc import Mapping
 from itertools import product
 from typing import NamedTuple, Protocol
 
-import torch
-
 from ..families.spec import FamilySpec
-from ..layouts import block_spans, renamed
-from ..parallel.shares import WHOLE, Cut
+from ..layouts import Rows, block_spans, renamed
 from .formats import TEXT_ENCODER
 
 FLAT_PREFIXES = ("lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_")
@@ -23,13 +20,14 @@ FLAT_PREFIXES = ("lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_")
 PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer.", "unet.", "pipe.dit.")
 MAX_UNDERSCORES = 12
 WEIGHT = ".weight"
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Target(NamedTuple):
-    """A tensor of the model, and which rows of a file's layer go to it, in their order."""
+    """A tensor of the model, and which rows of a file's layer go to it, in their order; none for all."""
 
     name: str
-    rows: Cut = WHOLE
+    rows: Rows = ()
 
 
 class Names(Protocol):
@@ -37,7 +35,7 @@ class Names(Protocol):
 
     title: str
     family: FamilySpec | None
-    shapes: Mapping[str, torch.Size]
+    shapes: Shapes
 
     def owns(self, layer: str) -> bool:
         """Whether a layer of a file is meant for a model of this kind: a transformer, or a text encoder."""
@@ -49,7 +47,7 @@ class Names(Protocol):
 class LayerNames:
     """`Names` of a transformer."""
 
-    def __init__(self, family: FamilySpec, shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(self, family: FamilySpec, shapes: Shapes) -> None:
         self.family, self.title, self.shapes = family, family.title, shapes
         self._flat = {name.removesuffix(WEIGHT).replace(".", "_"): name for name in shapes if name.endswith(WEIGHT)}
         self._dots: dict[str, tuple[str, ...] | None] = {}
@@ -86,7 +84,7 @@ class LayerNames:
                 if all(name in self.shapes for name in names):
                     spans = block_spans(fused.blocks, sum(self.shapes[name][0] for name in names))
                     blocks = [tuple(spans[block] for block in blocks) for _, blocks in fused.parts]
-                    return tuple(Target(name, Cut(0, each)) for name, each in zip(names, blocks, strict=True))
+                    return tuple(Target(name, each) for name, each in zip(names, blocks, strict=True))
         return ()
 
     def _find_flat(self, layer: str) -> tuple[Target, ...]:
@@ -108,7 +106,7 @@ class LayerNames:
         return next((each for each in readings if self._find_dotted(_joined(parts, each))), None)
 
 
-def bias_of(target: Target, shapes: Mapping[str, torch.Size]) -> Target | None:
+def bias_of(target: Target, shapes: Shapes) -> Target | None:
     """The bias beside a weight, where there is one."""
     name = target.name.removesuffix(WEIGHT) + ".bias"
     return Target(name, target.rows) if name in shapes else None
