@@ -51,8 +51,9 @@ log = logging.getLogger("outrigger")
 class Executor:
     """One job at a time on the ranks of its plan.
 
-    `answer` takes events to a client, and is False when the client is gone. `plan_for` finds the plan of a
-    request, where so much host memory is held by ranks that could let go of it, or whatever there is (None); `command` starts one worker, `keep` is what the ranks keep loaded.
+    `answer` takes events to a client, and is False when the client is gone. `plan_for` finds the plan of a request, where so
+    much host memory is held by ranks that could let go of it, or whatever there is (None); `command` starts one worker,
+    `keep` is what the ranks keep loaded.
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class Executor:
     def begin(self, job: Job) -> None:
         """Start a job; the ranks are started first, or replaced, where its plan asks for others than there are."""
         self.job = job
-        job.files = files_of(job.request.model)
         try:
+            job.files = files_of(job.request.model)
             plan = self._plan_for(job.request, self._ranks.resident_bytes if self._ranks else 0)
         except (ValueError, OSError) as error:
             return self._end(failed(job, str(error), user_error=True))

@@ -12,7 +12,7 @@ from .channel import Frames
 from .loaded_files import LoadedFiles
 from .out_of_memory import SAID
 from .plan import Plan
-from .protocol import EncodeText, Failed, Progress, Work
+from .protocol import MAX_MESSAGE, EncodeText, Failed, Progress, Work
 from .ranks import Rank
 from .settings import ModelSettings
 
@@ -59,8 +59,9 @@ class Job:
         silent = [rank.settings for rank in self.working if rank.settings.rank not in self.through]
         if not silent or not TIMED_OUT.search(failure.message):
             return failure
-        message = f"the process of this rank on {silent[0].device} hangs; the next prompt starts new ranks ({failure.message})"
-        return failure.model_copy(update={"rank": silent[0].rank, "message": message[: 1 << 14]})
+        hangs = f"the process of this rank on {silent[0].device_name} hangs; the next prompt starts new ranks"
+        message = f"{hangs} ({failure.message})"
+        return failure.model_copy(update={"rank": silent[0].rank, "message": message[:MAX_MESSAGE]})
 
 
 def files_of(model: ModelSettings) -> LoadedFiles:
@@ -77,7 +78,7 @@ def failed(
     last = job.last
     return Failed(
         job=job.name,
-        message=message[: 1 << 14],
+        message=message[:MAX_MESSAGE],
         user_error=user_error,
         out_of_memory=out_of_memory,
         rank=rank,

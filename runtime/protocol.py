@@ -21,7 +21,7 @@ from .settings import ModelSettings, SampleSettings
 
 PROTOCOL_VERSION = 1
 MAX_ENTRIES = 32
-MAX_NOTICE = 4096
+MAX_NOTICE, MAX_MESSAGE = 4096, 1 << 14
 LOADING = "loading"
 """The stage of which the steps are bytes."""
 
@@ -236,7 +236,7 @@ class Failed(Message):
 
     kind: Literal["failed"] = "failed"
     job: Job
-    message: str = Field(max_length=1 << 14)
+    message: str = Field(max_length=MAX_MESSAGE)
     user_error: bool = False
     out_of_memory: bool = False
     loaded: bool = False

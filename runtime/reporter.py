@@ -10,7 +10,7 @@ import torch
 from .agreement import agree
 from .errors import Cancelled
 from .mesh import Mesh
-from .protocol import Event, Notice, Progress
+from .protocol import MAX_NOTICE, Event, Notice, Progress
 
 MANY_STEPS = 100
 PROGRESS_SECONDS = 0.05
@@ -45,7 +45,7 @@ class Reporter:
             self._sent_stage, self._sent_step, self._sent_at = stage, step, time.monotonic()
             self._send(Progress(job=self._job, stage=stage, step=step, total=total, preview=preview))
         if notice:
-            self._send(Notice(job=self._job, text=notice[:4096]))
+            self._send(Notice(job=self._job, text=notice[:MAX_NOTICE]))
         stop = first_rank and self._cancel_came(self._job)
         if together:
             agree(self._mesh, stop=stop, failure=failure)

@@ -29,6 +29,7 @@ from .out_of_memory import is_out_of_memory
 from .plan import Plan, plan_work
 from .pool import pool_limit
 from .protocol import (
+    MAX_MESSAGE,
     PROTOCOL_VERSION,
     Address,
     Cancel,
@@ -157,7 +158,7 @@ class Server:
             except Exception as error:  # this process's one handler: the job fails, the sidecar lives
                 log.exception("could not start a job")
                 self._executor.job = None
-                message, short = f"{type(error).__name__}: {error}"[: 1 << 14], is_out_of_memory(error)
+                message, short = f"{type(error).__name__}: {error}"[:MAX_MESSAGE], is_out_of_memory(error)
                 self._answer(job.peer, Failed(job=job.name, message=message, out_of_memory=short))
 
     def _welcome(self, peer: bytes, hello: Hello) -> None:
@@ -177,7 +178,7 @@ class Server:
     def _refuse(self, peer: bytes, error: ProtocolError) -> None:
         log.warning("refused a message: %s", error)
         if error.job:
-            self._answer(peer, Failed(job=error.job, message=f"the sidecar refused the message: {error}"[: 1 << 14]))
+            self._answer(peer, Failed(job=error.job, message=f"the sidecar refused the message: {error}"[:MAX_MESSAGE]))
 
     def _answer(self, peer: bytes, event: Event) -> None:
         self._clients.send(peer, encode(event)[0])

@@ -26,6 +26,7 @@ from .mesh import Mesh
 from .out_of_memory import in_words, is_out_of_memory
 from .pool import SMALLEST_BYTES, Mappings, Pool
 from .protocol import (
+    MAX_MESSAGE,
     MAX_NOTICE,
     Cancel,
     Decode,
@@ -207,7 +208,7 @@ class Worker:
             text = f"{type(error).__name__}: {text}"
         return Failed(
             job=request.job,
-            message=text[: 1 << 14],
+            message=text[:MAX_MESSAGE],
             user_error=user_error,
             out_of_memory=out_of_memory,
             loaded=self._here(request.model) in self._shelf,

@@ -301,9 +301,9 @@ def test_a_rank_is_told_of_by_the_device_that_the_user_chose(tmp_path):
     try:
         assert [rank.settings.device for rank in ranks.all] == ["cuda:0", "cuda:1"]  # as CUDA counts what it may see
         assert [rank.report().device for rank in ranks.all] == ["cuda:2", "cuda:3"]
-        assert (
-            "on cuda:3 ended"
-            in death(Job(peer=b"", request=sample(), frames=[], working=ranks.all), ranks.all[1]).message
-        )
+        job = Job(peer=b"", request=sample(), frames=[], working=ranks.all, through={0})
+        assert "on cuda:3 ended" in death(job, ranks.all[1]).message
+        job.failures.append(Failed(job="a", message="RuntimeError: Timed out", rank=0))
+        assert "on cuda:3 hangs" in job.reason.message
     finally:
         ranks.stop()
