@@ -114,7 +114,7 @@ def _latents(load: Workload, items: int, size: int) -> int:
 
 def _beside(facts: ModelFacts, load: Workload, call: Call, entries: Sequence[Prompt], size: int) -> int:
     """Bytes of what stands beside the latent: as each entry is read, joined for the calls of these, in what the model takes."""
-    read = load.read * math.prod(load.latent[2:])
+    read = load.entries_read * math.prod(load.latent[2:])
     joined = sum(math.prod(load.dims_of(entry.area)) for entry in entries)
     taken = call.count * math.prod(call.dims)
     return load.batch * (read + joined + taken) * _channels_beside(facts) * size

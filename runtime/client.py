@@ -121,9 +121,8 @@ class Sidecar:
         """End the process, its ranks with it, and remove what it leaves."""
         self._process.end()
         self._pool.close()
-        held = not self._is_mine and self._turn.acquire(
-            timeout=CLOSE_SECONDS
-        )  # a call elsewhere sees that the process ended
+        # a call in another thread sees that the process has ended
+        held = not self._is_mine and self._turn.acquire(timeout=CLOSE_SECONDS)
         self._context.destroy(linger=0)
         if held:
             self._turn.release()

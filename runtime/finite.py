@@ -55,11 +55,15 @@ def cause_of(request: Sample, held: Iterable[Weights], *, dtype: torch.dtype) ->
     given = next((name for name, tensor in _given(request) if not tensor.isfinite().all()), "")
     if given:
         return f"{given} has such numbers already: look at the node that it comes from"
-    return next((cause for weights in held if (cause := cause_in(weights, dtype=dtype))), "")
+    return cause_in(held, dtype=dtype)
 
 
-def cause_in(weights: Weights, *, dtype: torch.dtype) -> str:
+def cause_in(held: Iterable[Weights], *, dtype: torch.dtype) -> str:
     """Which weight is not finite, or may not be on the way, and what to do; empty for none."""
+    return next(filter(None, (_cause_in(weights, dtype) for weights in held)), "")
+
+
+def _cause_in(weights: Weights, dtype: torch.dtype) -> str:
     name = first_not_finite(weights)
     if dtype == torch.float16:
         return f"{name} of {weights.name} is so in fp16: {OTHER_DTYPE}, or download the file again" if name else IN_HALF

@@ -136,9 +136,7 @@ class DiffusersPipeline:
         if not latent.isfinite().all():
             parts = {name: part for name, part in self._pipeline.components.items() if isinstance(part, nn.Module)}
             held = [Weights(f"{self._found.path}/{name}", part) for name, part in parts.items()]
-            raise not_finite(
-                next((cause for each in held if (cause := cause_in(each, dtype=self._pipeline.dtype))), "")
-            )
+            raise not_finite(cause_in(held, dtype=self._pipeline.dtype))
 
     @torch.inference_mode()
     def decode(self, latent: torch.Tensor, *, progress: ReportProgress) -> torch.Tensor:

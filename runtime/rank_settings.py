@@ -31,8 +31,8 @@ class KeepSettings(Settings):
 
     `device` and `host` are how much loaded models may take of each GPU and of host memory: "auto", a part of what is free
     without them such as "0.5" ("1.0" for all of it), or an amount such as "20GB"; "0" keeps the model in use alone. That
-    one is kept whatever it takes. `prompts` is how much encoded prompts may take, "0" for none. After `idle_minutes` without a job everything is
-    let go of; 0 is never.
+    one is kept whatever it takes. `prompts` is how much encoded prompts may take, "0" for none. After `idle_minutes` without
+    a job everything is let go of; 0 is never.
     """
 
     device: str = AUTO

@@ -61,8 +61,8 @@ class Shelf:
         return {model: pipeline.held for model, pipeline in self._pipelines.items()}
 
     def make_room(self, needed: Bytes, *, mesh: Mesh) -> None:
-        """Let go of models whose files have changed, and of those used longest ago until what is needed fits in beside the others, on every rank of the mesh, who
-        call it together.
+        """Let go of models whose files have changed, and of those used longest ago until what is needed fits in beside the
+        others, on every rank of the mesh, who call it together.
         """
         stale = [model for model in self._pipelines if self._is_stale(model)]
         for model in stale:

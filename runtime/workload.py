@@ -116,7 +116,7 @@ class Workload:
         )
 
     @property
-    def read(self) -> int:
+    def entries_read(self) -> int:
         """How many entries the branches were given, each of which is read on every rank."""
         return sum(not entry.again for branch in self.prompts for entry in branch) or self.branches
 

@@ -79,9 +79,8 @@ def _stored_names(path: Path, kind: VaeFile) -> dict[str, str]:
     part = vae_part(header)
     beside = vae_part(name for name in header if name not in part.values())
     names = {name: part[stored] for name, stored in kind.renamed(part).items()}
-    others = {
-        name: part[stored] for name, stored in kind.renamed(reversed(part)).items()
-    }  # the last of two stays in each
+    # of two names of one tensor the last stays in each
+    others = {name: part[stored] for name, stored in kind.renamed(reversed(part)).items()}
     others |= {name: beside[stored] for name, stored in kind.renamed(beside).items()}
     for name in names:
         if names[name] != others[name]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The floats of 4 bits, by their code."""
+
 
 def fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """`(..., n)` bytes -> `(..., 8 / bits, n)`: the lowest bits of all of them, then the next ones."""

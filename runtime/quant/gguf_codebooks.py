@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from .bits import fields, fields_by_byte, half, looked_up
+from .bits import E2M1, fields, fields_by_byte, half, looked_up
 
 FOUR_BITS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the codes of IQ4 stand for: closer together near 0, where more of the weights are."""
-HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""The floats of 4 bits, e2m1, in halves."""
+HALVES = tuple(2 * number for number in E2M1)
+"""The floats of 4 bits, in halves."""
 NO_SCALE = (0, 127)
 """Codes of a scale of NVFP4 for 0 and for what is no number, which stands for 0 as well."""
 POWERS = (1, 3, 9, 27, 81)
@@ -41,7 +41,7 @@ def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
 
 def _nvfp4(blocks: torch.Tensor) -> torch.Tensor:
     scales, codes = blocks.split((4, 32), dim=1)
-    steps = looked_up(_table([_nvfp4_scale(code) for code in range(256)], blocks), scales)
+    steps = looked_up(_table(NVFP4_SCALES, blocks), scales)
     numbers = fields(codes.unflatten(1, (4, 8)), 4).flatten(2)
     return (steps[..., None] * looked_up(_table(HALVES, blocks), numbers)).flatten(1)
 
@@ -52,6 +52,9 @@ def _nvfp4_scale(code: int) -> float:
     if code in NO_SCALE:
         return 0.0
     return mantissa * 2.0**-10 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 8)
+
+
+NVFP4_SCALES = tuple(map(_nvfp4_scale, range(256)))
 
 
 def _tq1_0(blocks: torch.Tensor) -> torch.Tensor:

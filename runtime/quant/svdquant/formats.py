@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...stored import SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, SVDQUANT_NVFP4
+from ..bits import E2M1
 
 SHIFT = 0.171875
 """What is added to the output of a GELU, which is never below -0.1701, so that its codes need no sign."""
@@ -50,16 +51,14 @@ def code_values(codes: torch.Tensor, form: Format) -> torch.Tensor:
     """What codes from 0 to 15 stand for: two's complement, or E2M1 (a sign, two bits of exponent, one of mantissa)."""
     if not form.is_float:
         return ((codes.to(torch.int8) ^ 8) - 8).float()
-    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    table = codes.new_tensor([*values, 0, *(-value for value in values[1:])], dtype=torch.float32)
-    return table[codes.int()]
+    return codes.new_tensor(E2M1, dtype=torch.float32)[codes.int()]
 
 
 def value_codes(values: torch.Tensor, form: Format) -> torch.Tensor:
     """The codes of values that a format has: uint8 from 0 to 15."""
     if not form.is_float:
         return values.to(torch.int8).view(torch.uint8) & 15
-    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=values.device)
+    magnitudes = torch.tensor(E2M1[:8], device=values.device)
     return torch.bucketize(values.abs().float(), magnitudes).to(torch.uint8) + (values < 0).to(torch.uint8) * 8
 
 
