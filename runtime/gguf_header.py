@@ -11,7 +11,7 @@ import mmap
 import struct
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import Refused
 from .safetensors_header import MAX_DIMS, MAX_HEADER_BYTES, TensorEntry, misplaced, what_it_is
@@ -44,31 +44,50 @@ def read_gguf(path: Path) -> dict[str, TensorEntry]:
 
     Raises `Refused` when the file is not what its name says, or has a tensor in a format that is not read.
     """
+    return _header(path).entries
+
+
+def read_texts(path: Path) -> dict[str, str]:
+    """The texts that a file has beside its tensors: converters take over what a .safetensors file says of itself. Raises
+    `Refused` as `read_gguf`.
+    """
+    return _header(path).texts
+
+
+def _header(path: Path) -> Header:
     size = path.stat().st_size
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise Refused(f"{path} is not a .gguf file{what_it_is(path)}: download it again, or choose another")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
             try:
-                return _Header(raw, size).entries()
+                return _Reader(raw, size).header()
             except (Damaged, struct.error, UnicodeDecodeError) as error:
                 raise Refused(f"{path} is damaged or cut short: {error}. Download it again") from error
             except Refused as refusal:
                 raise Refused(f"{path}: {refusal}") from None
 
 
-class _Header:
+class Header(NamedTuple):
+    """What it says of each tensor, and its texts by their keys."""
+
+    entries: dict[str, TensorEntry]
+    texts: dict[str, str]
+
+
+class _Reader:
     """Reads along the header; a number in it is believed only where the file is long enough for it."""
 
     def __init__(self, raw: mmap.mmap, size: int) -> None:
         self._raw, self._place, self._size = raw, len(MAGIC), size
         self._end = min(size, MAX_HEADER_BYTES)
-        self._texts = 0
+        self._words = 0
+        self._texts: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._alignment = ALIGNMENT
 
-    def entries(self) -> dict[str, TensorEntry]:
-        """What the header says of each tensor."""
+    def header(self) -> Header:
+        """All that is of use of it."""
         [version] = self._unpack("I")
         if int.from_bytes(version.to_bytes(4, "big"), "little") in VERSIONS:
             raise Refused("it is written in big-endian order, and little-endian order is read: download that one")
@@ -89,7 +108,7 @@ class _Header:
         entries = {name: self._entry(name, *described, start) for name, described in found.items()}
         if words := misplaced(entries, padding=self._alignment):
             raise Damaged(words)
-        return entries
+        return Header(entries, self._texts)
 
     def _unpack(self, packed: str) -> tuple[Any, ...]:
         place, self._place = self._place, self._place + struct.calcsize(f"<{packed}")
@@ -97,10 +116,10 @@ class _Header:
             raise Damaged(f"its header goes on beyond byte {self._end}")
         return struct.unpack_from(f"<{packed}", self._raw, place)
 
-    def _text(self) -> str:
+    def _text(self, errors: str = "strict") -> str:
         [length] = self._unpack("Q")
         self._skip(length)
-        return self._raw[self._place - length : self._place].decode("utf-8")
+        return self._raw[self._place - length : self._place].decode("utf-8", errors)
 
     def _skip(self, length: int) -> None:
         if length > self._end - self._place:
@@ -116,7 +135,7 @@ class _Header:
             if key.startswith(SHAPE_KEY):
                 self._shapes[key.removeprefix(SHAPE_KEY)] = tuple(items)
         elif kind == STRING:
-            self._skip(*self._unpack("Q"))
+            self._texts[key] = self._text(errors="replace")
         else:
             [value] = self._unpack(self._scalar(kind))
             if key == ALIGNMENT_KEY:
@@ -126,8 +145,8 @@ class _Header:
 
     def _items(self, kind: int, count: int, *, keep: bool) -> tuple[Any, ...]:
         if kind == STRING:
-            self._texts += count
-            if self._texts > MOST_TEXTS:
+            self._words += count
+            if self._words > MOST_TEXTS:
                 raise Damaged(f"it has a list of {count} texts")
             for _ in range(count):
                 self._skip(*self._unpack("Q"))

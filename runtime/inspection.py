@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -14,14 +15,15 @@ from .facts import ModelFacts, Source, facts_of
 from .families import FAMILIES
 from .families.spec import FamilySpec
 from .file_names import GGUF_SUFFIX, READ, check_file_name, is_gguf
-from .gguf_header import read_gguf
+from .gguf_header import read_gguf, read_texts
 from .json_file import read_json
 from .layouts import Layout, eight_bit_layers, has_text_encoders, has_vae, packed_layers, transformer_part
 from .model_folder import CONFIG, INDEX, pipeline_folder, transformer_folder
 from .nunchaku_file import is_packed, is_packed_folder, packed_file, packed_folder
+from .other_files import what_else
 from .safetensors_header import TensorEntry, read_header, read_metadata
 from .settings import TINY_SHAPES
-from .stored import FP8, PLAIN, Stored
+from .stored import FP8, PLAIN, WEIGHT_SCALE, Stored
 from .tiny_shapes import MODEL_FOLDER
 from .weight_formats import check_eight_bit, check_formats
 
@@ -118,19 +120,20 @@ def _file(path: Path) -> ModelFacts:
     enough = max(*shares.values(), ALIKE)
     alike = [family for family in FAMILIES.values() if shares[family.name] >= enough]
     found: list[ModelFacts | Refused] = [_attempt(family, path, header, layouts[family.name]) for family in alike]
-    said = {} if is_gguf(path) else read_metadata(path)
-    facts = [each for each in found if isinstance(each, ModelFacts) and each.spec.told_by(said)]
-    if len(facts) == 1:
-        beside = {name: entry for name, entry in whole.items() if name not in header}
-        layouts[facts[0].family].check_once(path, Layout.of(facts[0].spec, beside).names)
-        parts = {"vae": path if has_vae(whole) else None, "text_encoders": (path,) * has_text_encoders(whole)}
-        return replace(facts[0], **parts)
-    if facts:
+    said = (read_texts if is_gguf(path) else read_metadata)(path)
+    near = [each for each in found if isinstance(each, ModelFacts | Strangers) and each.spec.told_by(said)]
+    if len(near) > 1:
         raise Refused(
-            f"{path} can be read as more than one architecture ({', '.join(each.spec.title for each in facts)}): it is not "
+            f"{path} can be read as more than one architecture ({', '.join(each.spec.title for each in near)}): it is not "
             f"the file of one model. Choose one that is"
         )
-    raise found[0] if found else Refused(_unknown(path, header))
+    [facts] = near or found[:1] or [Refused(_unknown(path, header))]
+    if isinstance(facts, Refused):
+        raise facts
+    beside = {name: entry for name, entry in whole.items() if name not in header}
+    layouts[facts.family].check_once(path, Layout.of(facts.spec, beside).names)
+    parts = {"vae": path if has_vae(whole) else None, "text_encoders": (path,) * has_text_encoders(whole)}
+    return replace(facts, **parts)
 
 
 def _layouts(header: Mapping[str, TensorEntry]) -> dict[str, Layout]:
@@ -141,6 +144,9 @@ def _layouts(header: Mapping[str, TensorEntry]) -> dict[str, Layout]:
 
 
 def _unknown(path: Path, header: Mapping[str, TensorEntry]) -> str:
+    if other := what_else(header):
+        way_out = f": {other.way_out}" if other.way_out else ""
+        return f"{path} is {other.title}, no model that is available{way_out}. Load Model {_looked_for()}"
     first = ", ".join(sorted(header)[:NAMED])
     return (
         f"{path} is of no architecture that is available. It has {len(header)} tensors such as {first}; {_looked_for()}"
@@ -165,6 +171,28 @@ def _share(family: FamilySpec, names: Mapping[str, Any]) -> float:
     return sum(name in names for name in family.signature) / len(family.signature)
 
 
+class Strangers(Refused):
+    """A file has all tensors of a family, and more."""
+
+    def __init__(self, path: Path, spec: FamilySpec, names: list[str]) -> None:
+        self.spec = spec
+        super().__init__(
+            f"{path} has unknown {len(names)} tensor{'s'[: len(names) > 1]} beside those of {spec.title}: "
+            f"{', '.join(names[:NAMED])}{' ...' if len(names) > NAMED else ''}: it is a relative that is not available, or damaged. "
+            f"Choose a checkpoint of this family"
+        )
+
+
+def _strangers(family: FamilySpec, names: Iterable[str]) -> list[str]:
+    """Those of the names that no tensor of a family has, whatever the number of its block."""
+    known = set(map(_of_any_block, (*_recorded_shapes(family.name), *family.rare)))
+    return [name for name in names if _of_any_block(name.replace(f".{WEIGHT_SCALE}", ".weight")) not in known]
+
+
+def _of_any_block(name: str) -> str:
+    return re.sub(r"\d+", "0", name, count=1)
+
+
 def _file_of(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], layout: Layout) -> ModelFacts:
     for variant in family.variants:
         if variant.tensor in layout.names:
@@ -186,11 +214,17 @@ def _file_of(family: FamilySpec, path: Path, header: Mapping[str, TensorEntry], 
     check_formats(path, layout.stored_formats)
     try:
         config = family.config_from(shapes)
-    except (KeyError, IndexError, ValueError) as error:
+    except KeyError as error:
+        raise Refused(
+            f"{path} looks like {family.title}, but lacks {error.args[0]}: it is damaged, or a relative that is not available"
+        ) from error
+    except (IndexError, ValueError) as error:
         raise Refused(f"{path} looks like {family.title}, but its tensors do not fit together ({error})") from error
     other = family.unsupported_config(config)
     if other:
         raise Refused(f"{path} is {other}, which is not available yet. Available: {family.title}")
+    if strange := _strangers(family, shapes):
+        raise Strangers(path, family, [names[name] for name in strange])
     if config[family.heads] < 1:
         raise Refused(f"{path} is too narrow for {family.title}: {shapes[family.signature[0]]}")
     packed = packed_layers(layout, family)

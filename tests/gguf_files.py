@@ -103,11 +103,11 @@ def original_shape(name: str, array: np.ndarray) -> tuple[int, ...]:
     return (array.shape[0], 16, 1, 2, 2) if name == "patch_embedding.weight" else array.shape
 
 
-def write_tensors(path: Path, tensors: Mapping[str, tuple[np.ndarray, str]], **values: list[int]) -> Path:
-    """A file of these tensors, each with its format; `values` are arrays of its metadata."""
+def write_tensors(path: Path, tensors: Mapping[str, tuple[np.ndarray, str]], **values: list[int] | str) -> Path:
+    """A file of these tensors, each with its format; `values` are arrays and texts of its metadata."""
     writer = gguf.GGUFWriter(path, "flux")
     for name, value in values.items():
-        writer.add_array(name, value)
+        (writer.add_string if isinstance(value, str) else writer.add_array)(name, value)
     for name, (array, kind) in tensors.items():
         writer.add_tensor(name, array, raw_dtype=gguf.GGMLQuantizationType[kind])
     finish(writer)

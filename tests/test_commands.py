@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from runtime.__main__ import main
 from runtime.commands import COMMANDS
@@ -20,6 +22,7 @@ from runtime.commands.sidecar import Asker
 from runtime.errors import Refused
 from runtime.protocol import Conditioning, Encoded, Notice
 from runtime.settings import AXES, ModelSettings
+from tests.lora_files import Draw, kohya
 from tests.published_keys import read_keys, write_file
 from tests.timing import least
 
@@ -210,6 +213,31 @@ def test_loras_come_from_flags_or_a_list_in_a_file_with_their_strengths(tmp_path
 def test_a_lora_that_is_no_file_is_refused_with_the_plan(capsys, lora, says):
     status, answer = printed(capsys, *PLAN, "--lora", lora)
     assert status == 1 and says in answer["reason"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "expert", "says"),
+    [
+        ("double_blocks.0.img_attn.qkv", (384, 128), "", r"changes nothing of Wan.*it looks like a LoRA for .*Flux\.1"),
+        ("blocks.0.self_attn.q", (256, 256), "", r"to_q\.weight as \(256, 256\), but in this model it is \(128, 128\)"),
+        ("blocks.0.self_attn.q", (128, 128), ":high", "is for the expert of high noise, but the model has no two"),
+        ("text_encoders.umt5xxl.transformer.shared", (8, 8), "", "changes a text encoder alone"),
+    ],
+)
+def test_a_plan_with_a_lora_of_another_model_is_refused_as_the_sampler_would(capsys, layer, shape, expert, says):
+    save_file(kohya({layer: shape}, Draw(0), name=str), "odd.safetensors")
+    status, answer = printed(capsys, *PLAN, "--lora", f"odd.safetensors:1{expert}")
+    assert (status, answer["ok"]) == (1, False) and re.search(says, answer["reason"]), answer["reason"]
+    assert printed(capsys, *PLAN, "--lora", "odd.safetensors:0")[0] == 0  # off
+
+
+def test_a_plan_with_a_lora_of_its_model_reads_no_weight_and_imports_no_torch(capsys):
+    save_file(kohya({"blocks.0.self_attn.q": (128, 128)}, Draw(0)), "own.safetensors")
+    assert printed(capsys, *PLAN, "--lora", "own.safetensors:-2")[0] == 0
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from runtime.__main__ import main; main(sys.argv[2:]); "
+    words = [*PLAN, "--lora", "own.safetensors"]
+    run = [sys.executable, "-c", f"{code}print('torch' in sys.modules)", str(ROOT), *words]
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()[-1] == "False"
 
 
 def test_a_command_tells_once_what_a_lora_did(caplog):

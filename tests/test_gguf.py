@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 
@@ -158,6 +159,15 @@ def test_names_may_have_comfyuis_prefix_and_memory_is_that_of_the_blocks(files, 
     packed = sum(entry.end - entry.start for entry in read_gguf(path).values() if entry.dtype == "Q4_K")
     rest = sum(np.prod(entry.shape) * 4 for entry in read_gguf(path).values() if entry.dtype != "Q4_K")
     assert bytes_per_rank(facts, dtype="fp32", tensor=1) == packed + rest
+
+
+@pytest.mark.parametrize(("causal", "family"), [(True, "ltx-0.9.5"), (False, "ltx"), (None, "ltx")])
+def test_what_a_file_says_of_itself_tells_families_of_the_same_tensors_apart(tmp_path, causal, family):
+    """LTX-Video 0.9.5 and newer: ComfyUI's loaders of GGUF hand its `config` on as that of a .safetensors file."""
+    shapes = inspect_model("random:ltx").shapes
+    tensors = {name: (np.zeros(shape, np.float32), "F32") for name, shape in shapes.items()}
+    said = {} if causal is None else {"config": json.dumps({"transformer": {"causal_temporal_positioning": causal}})}
+    assert inspect_model(str(write_tensors(tmp_path / "ltx.gguf", tensors, **said))).family == family
 
 
 def test_a_cut_through_blocks_is_refused_by_the_plan_with_the_nearest(files):

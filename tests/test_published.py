@@ -102,6 +102,9 @@ RELATIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "num_layers": 1, "num_single_layers": 1}),
     "Helios": ("Helios", "HeliosTransformer3DModel", {"num_layers": 1}),
     "AnyFlow": ("AnyFlow", "AnyFlowTransformer3DModel", {"num_layers": 1}),
+    "SkyReels V2 DF": ("SkyReels V2", "SkyReelsV2Transformer3DModel", {"num_layers": 1, "inject_sample_info": True}),
+    "a Flux.1 ControlNet": ("is a Flux.1 ControlNet", "FluxControlNetModel", {"num_layers": 1, "num_single_layers": 1}),
+    "a Stable Diffusion 3 ControlNet": ("is a Stable Diffusion 3 ControlNet", "SD3ControlNetModel", {"num_layers": 1}),
 }  # fmt: skip
 """What has nearly the names of a family, or all of them, in a small size."""
 
@@ -192,6 +195,56 @@ def test_a_relative_is_not_taken_for_the_family_that_it_looks_like(name, tmp_pat
     words, *built = RELATIVES[name]
     with pytest.raises(Refused, match=words):
         inspect_model(write_file(tmp_path / "model.safetensors", built_shapes(*built)))
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "words"),
+    [
+        ("Wan 2.1 T2V 1.3B", "blocks.3.cam_encoder.weight", "Wan 2.1 or 2.2 text to video"),
+        ("Wan 2.1 FLF2V 14B", "audio_proj.proj1.weight", "Wan 2.1 image to video"),
+        ("Flux.1 Fill dev", "double_blocks.0.img_attn.qkv.lora_A.weight", "Flux.1 Fill"),
+        ("Qwen-Image", "optimizer.state.0.exp_avg", "Qwen-Image or Qwen-Image-Edit"),
+        ("LTX-Video 0.9, 2B", "ema.proj_out.weight", "LTX-Video 0.9"),
+        ("Stable Diffusion 3.5 medium", "global_step", "Stable Diffusion 3 or 3.5"),
+    ],
+)
+def test_tensors_beside_those_of_a_family_are_refused_before_a_weight_is_read(name, more, words, tmp_path):
+    """Relatives with layers of their own, and what a training run leaves."""
+    path = write_file(tmp_path / "more.safetensors", {**shapes_of("original", name), more: (2,)})
+    with pytest.raises(
+        Refused, match=rf"has unknown 1 tensor beside those of {re.escape(words)}: {re.escape(more)}: it is a"
+    ):
+        inspect_model(path)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight"], "a LoRA, .*: choose it in Outrigger LoRA"),
+        (["diffusion_model.blocks.0.self_attn.q.lora_A.weight"], "a LoRA"),
+        (["transformer.transformer_blocks.0.attn.to_q.lora.up.weight"], "a LoRA"),
+        (["ip_adapter.0.to_k_ip.weight"], "an IP-Adapter"),
+        (["controlnet_x_embedder.weight", "pos_embed.proj.weight"], "a ControlNet"),
+        (["model.diffusion_model.input_blocks.0.0.weight"] * 9, "Stable Diffusion 1, 2 or XL"),
+        (["double_layers.0.attn.w1q.weight", "cond_seq_linear.weight"], "AuraFlow"),
+        (["first_stage_model.decoder.conv_in.weight"], "a VAE, .*: choose it as vae"),
+        (["decoder.layers.3.conv.0.weight", "encoder.layers.0.weight"], "a VAE"),
+        (
+            ["shared.weight", "encoder.block.0.layer.0.SelfAttention.q.weight"],
+            "a text encoder, .*: choose it as text_enc",
+        ),
+        (["text_model.encoder.layers.0.mlp.fc1.weight", "text_model.embeddings.token_embedding.weight"], "a text enc"),
+        (
+            ["model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight", "visual.merger.mlp.0.bias"],
+            "a text enc",
+        ),
+        (["vision_model.embeddings.class_embedding"], "a CLIP vision model"),
+    ],
+)
+def test_a_file_that_is_no_model_is_refused_as_what_it_is(names, words, tmp_path):
+    shapes = {f"{name}{n}" if len(set(names)) < len(names) and n else name: (2, 2) for n, name in enumerate(names)}
+    with pytest.raises(Refused, match=rf"is {words}.*looked for those of: Wan"):
+        inspect_model(write_file(tmp_path / "other.safetensors", shapes))
 
 
 def test_a_file_of_two_models_is_refused_as_such(tmp_path):

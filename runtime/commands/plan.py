@@ -9,6 +9,7 @@ from ..errors import Refused
 from ..experts import inspect_settings
 from ..facts import ModelFacts
 from ..kernels import kernels_here
+from ..lora.fitting import check_loras
 from ..machine import Machine
 from ..needs import USUAL_BRANCHES
 from ..plan import plan_facts, plan_model
@@ -66,6 +67,8 @@ def _answer(chosen: argparse.Namespace) -> dict[str, Any]:
         model, machine = model_settings(chosen), Machine.here()
         facts = None if pipeline_without_spec(model.model) else inspect_settings(model)
         workload = facts and _workload(chosen, model, facts)
+        if facts:
+            check_loras(model.loras, facts)
         plan = plan_facts(facts, model, machine, workload=workload) if facts else plan_model(model, machine)
     except Refused as refusal:
         nothing = dict.fromkeys(REFUSED)

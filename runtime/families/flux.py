@@ -11,7 +11,7 @@ from typing import Any
 from .cuts import Activations, LinearShard, Moment, TensorSplit, TokenPlace, TokenSplit
 from .spec import FamilySpec, LatentFormat
 from .texts import CLIP_AND_T5
-from .written import Fused, NunchakuFile, PackedLinear, Shapes, count_blocks
+from .written import Fused, NunchakuFile, PackedLinear, Shapes, Variant, count_blocks
 
 PATCH = (2, 2)
 RENAMES = (
@@ -218,7 +218,7 @@ FLUX = FamilySpec(
         "single_transformer_blocks.0.proj_mlp.weight",
         "proj_out.weight",
     ),
-    variants=(),
+    variants=(Variant("a Flux.1 ControlNet", "controlnet_blocks.0.weight"),),
     renames=RENAMES,
     fused=FUSED,
     config_from=config_from,

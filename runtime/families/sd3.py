@@ -11,7 +11,7 @@ from typing import Any
 from .cuts import Activations, LinearShard, Moment, TensorSplit, TokenPlace, TokenSplit
 from .spec import FamilySpec, LatentFormat
 from .texts import CLIPS_AND_T5
-from .written import Fused, Shapes
+from .written import Fused, Shapes, Variant
 
 PATCH = (2, 2)
 HEAD_DIM = 64
@@ -140,7 +140,7 @@ SD3 = FamilySpec(
         "transformer_blocks.0.attn.add_q_proj.weight",
         "proj_out.weight",
     ),
-    variants=(),
+    variants=(Variant("a Stable Diffusion 3 ControlNet", "controlnet_blocks.0.weight"),),
     renames=RENAMES,
     fused=FUSED,
     config_from=config_from,

@@ -60,6 +60,8 @@ class FamilySpec:
     class's own names as they are."""
     fused: tuple[Fused, ...] = ()
     """Layers of that layout for which a name is not enough, by their names after the renames."""
+    rare: tuple[str, ...] = ()
+    """Tensors that some of its models have, and the one of `tiny` has not."""
     unused: str = ""
     """A pattern of tensors, after the renames, that files have and nobody reads."""
     nunchaku: tuple[PackedLinear, ...] = ()

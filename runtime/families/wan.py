@@ -29,6 +29,8 @@ VARIANTS = (
     Variant("Wan Fun with a reference image", "ref_conv.weight"),
     Variant("WanDancer", "patch_embedding_global.weight"),
     Variant("Wan SCAIL", "patch_embedding_pose.weight"),
+    Variant("Wan SCAIL", "patch_embedding_mask.weight"),
+    Variant("SkyReels V2 with a frame rate", "fps_embedding.weight"),
     Variant("Helios", "patch_long.weight"),
     Variant("AnyFlow", "condition_embedder.delta_embedder.linear_1.weight"),
 )

@@ -84,6 +84,7 @@ WAN_I2V = replace(
     vision_width="image_dim",
     picture_tokens="condition_embedder",
     activations=replace(WAN.activations, mlp=Moment(4, hidden=2, text=3)),
+    rare=("condition_embedder.image_embedder.pos_embed",),
     unused=r"blocks\.\d+\.attn2\.norm_added_q\.weight",
     boundary=0.0,
     tiny=MappingProxyType({**TINY, "in_channels": 36, "text_dim": 64, "image_dim": 48, "added_kv_proj_dim": 128}),

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ..errors import Refused
 from ..settings import BOTH_EXPERTS, EXPERTS, LoraSettings
 from .apply import Loras
+from .fitting import for_the_only_one
 
 _NAMED = re.compile(r"(?<![a-z])(high|low)(?=[-_ ]?noise|[^a-z]|$)", re.IGNORECASE)
 """How files for one expert are called: `..._high_noise_...`, `HighNoise`, `wan22-low.safetensors`."""
@@ -21,7 +21,7 @@ def use_on(experts: Sequence[Loras], loras: Iterable[LoraSettings]) -> tuple[str
     """
     chosen = [lora for lora in loras if lora.strength]
     if len(experts) == 1:
-        return experts[0].use(_for_the_only_one(chosen))
+        return experts[0].use(for_the_only_one(chosen))
     own = [[lora for lora in chosen if lora.expert in (BOTH_EXPERTS, name)] for name in EXPERTS]
     for expert, each in zip(experts, own, strict=True):
         expert.check(each)
@@ -29,16 +29,6 @@ def use_on(experts: Sequence[Loras], loras: Iterable[LoraSettings]) -> tuple[str
         f"{name}: {line}" for name, expert, each in zip(EXPERTS, experts, own, strict=True) for line in expert.use(each)
     ]
     return (*told, *filter(None, map(_doubt, chosen)))
-
-
-def _for_the_only_one(loras: Sequence[LoraSettings]) -> Sequence[LoraSettings]:
-    for lora in loras:
-        if lora.expert != BOTH_EXPERTS:
-            raise Refused(
-                f"{Path(lora.path).name} is for the expert of {lora.expert}, but the model has no two experts: set expert to "
-                f"{BOTH_EXPERTS}"
-            )
-    return loras
 
 
 def _doubt(lora: LoraSettings) -> str:

@@ -11,16 +11,11 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import Refused
 from ..parallel.shares import Cut
-from ..safetensors_header import read_header
-from ..weight_formats import check_formats
 from .build import weight_change
 from .changes import Change, Difference
-from .formats import BIAS, REFUSED_ROLES, Roles, group_keys, summary, unread_roles
-from .guess import likely_family
+from .fitting import Layers, fits_nothing, other_size, read_layers, refuse_kind
+from .formats import BIAS, summary, unread_roles
 from .names import Names, Target, bias_of
-
-Layers = Mapping[str, Roles]
-"""The keys of each layer, by role."""
 
 
 @dataclass(frozen=True)
@@ -53,22 +48,14 @@ def read_lora(path: str, *, names: Names) -> LoraFile:
     Raises `Refused` when it is no LoRA, of a kind that is not applied, for another model, or damaged.
     """
     file = Path(path)
-    if file.suffix.lower() not in (".safetensors", ".sft"):
-        raise Refused(f"{path}: convert this LoRA to .safetensors, the only format that Outrigger reads")
-    if not file.is_file():
-        raise Refused(f"{path}: no such LoRA. Choose a file that is there")
-    header = read_header(file)
-    check_formats(file, {name: entry.dtype for name, entry in header.items() if len(entry.shape) > 1})
-    layers, unused = group_keys(header)
-    if not layers:
-        raise Refused(f"{file.name} is not a LoRA: it has keys such as {summary(unused[:3])}")
+    layers, unused = read_layers(file)[1:]
     everything = layers
     layers = {layer: roles for layer, roles in layers.items() if names.owns(layer)}
     others = [key for layer, roles in everything.items() if layer not in layers for key in roles.values()]
     unused, others = _sorted_out(unused, others, names)
     targets = {layer: names.find(layer) for layer in layers}
     for layer in filter(targets.__getitem__, layers):
-        _refuse_kind(file, layers[layer])
+        refuse_kind(file, layers[layer])
         unused += [layers[layer][role] for role in unread_roles(layers[layer])]
         if BIAS in layers[layer] and not any(bias_of(target, names.shapes) for target in targets[layer]):
             unused.append(layers[layer][BIAS])
@@ -79,7 +66,7 @@ def read_lora(path: str, *, names: Names) -> LoraFile:
             raise Refused(f"{file.name} has two changes of {target.name}: download it again")
         changes[target.name] = _fitting(file, _rows_for(file, change, target), target, names, layers)
     if not changes and names.family:
-        raise Refused(_fits_nothing(file, everything, names))
+        raise fits_nothing(file, everything, names)
     return LoraFile(file, changes, tuple(sorted(unused)), tuple(sorted(others)))
 
 
@@ -113,15 +100,6 @@ def _changes(
         raise Refused(f"{file.name} is damaged at {layer}: {error}. Download it again") from error
 
 
-def _refuse_kind(file: Path, roles: Roles) -> None:
-    for role, kind in REFUSED_ROLES.items():
-        if role in roles:
-            raise Refused(
-                f"{file.name} uses {kind} ({roles[role]}), which is not available yet: LoRA, LoHa, LoKr, DoRA and full "
-                f"differences are"
-            )
-
-
 def _rows_for(file: Path, change: Change, target: Target) -> Change:
     try:
         return change.rows(Cut(0, target.rows))
@@ -136,29 +114,4 @@ def _fitting(file: Path, change: Change, target: Target, names: Names, layers: C
     full = tuple(names.shapes[target.name])
     if change.shape in (full, (full[0], math.prod(full[1:]))):
         return change
-    raise Refused(
-        f"{file.name} changes {target.name} as {change.shape}, but in this model it is {full}: choose a LoRA for this "
-        f"size of {names.title}{_likely(layers, names)}"
-    )
-
-
-def _fits_nothing(file: Path, layers: Layers, names: Names) -> str:
-    keys = summary(key for roles in layers.values() for key in roles.values())[:1200]
-    if not any(map(names.owns, layers)):
-        return f"{file.name} changes a text encoder alone: {_way_out(names)}. Its keys are {keys}"
-    likely = _likely(layers, names)
-    return f"{file.name} changes nothing of {names.title}{likely}. Its keys are {keys}. Choose a LoRA for this model"
-
-
-def _way_out(names: Names) -> str:
-    if not names.family.texts:
-        return f"ComfyUI encodes the prompts of {names.title}, so put it there, in a LoraLoader behind the CLIP Loader"
-    return "set strength_model to 0 and connect a strength_clip"
-
-
-def _likely(layers: Collection[str], names: Names) -> str:
-    """What else the file may be for, where most of its layers are none of this model's."""
-    own = sum(bool(names.find(layer)) for layer in layers)
-    foreign = names.family is not None and 2 * own < len(layers)
-    likely = likely_family(layers, but=names.family.name) if foreign else ""
-    return f"; it looks like a LoRA for {likely}" if likely else ""
+    raise other_size(file, change.shape, target, names, layers)

@@ -1,11 +1,10 @@
-"""Which model a LoRA is for, when it is not for this one."""
+"""Which model a LoRA is for, when it is not for this one. No torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
 
-from ..checkpoint import build_transformer
 from ..families import FAMILIES
 from ..inspection import RANDOM, inspect_model
 from .names import LayerNames
@@ -41,6 +40,5 @@ def likely_family(layers: Collection[str], *, but: str) -> str:
 
 def _share(layers: list[str], family: str) -> float:
     """How many of the layers a family has, as a part of all."""
-    _, shapes = build_transformer(inspect_model(f"{RANDOM}{family}"))
-    names = LayerNames(FAMILIES[family], shapes)
+    names = LayerNames(FAMILIES[family], inspect_model(f"{RANDOM}{family}").shapes)
     return sum(bool(names.find(layer)) for layer in layers) / max(len(layers), 1)

@@ -7,11 +7,11 @@ underscores. All of that follows from the names of the model's tensors and the `
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from itertools import product
 from typing import NamedTuple, Protocol
 
 from ..families.spec import FamilySpec
+from ..families.written import Shapes
 from ..layouts import Rows, block_spans, renamed
 from .formats import TEXT_ENCODER
 
@@ -20,7 +20,6 @@ FLAT_PREFIXES = ("lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_")
 PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer.", "unet.", "pipe.dit.")
 MAX_UNDERSCORES = 12
 WEIGHT = ".weight"
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Target(NamedTuple):
