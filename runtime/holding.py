@@ -11,6 +11,7 @@ import torch
 
 from .facts import ModelFacts, Source
 from .linear import LocalPart
+from .offload import own_memory
 from .offload.host_copy import Share
 from .parallel.shares import WHOLE
 from .stored import TENSOR_SCALE, WEIGHT_SCALE
@@ -61,7 +62,8 @@ class Holding:
         """A tensor where it goes, in the number format in which it is held."""
         if tensor is None:
             return None
-        return tensor.to(device=self.place(name), dtype=held_dtype(name, tensor, self.facts, self.dtype))
+        place, dtype = self.place(name), held_dtype(name, tensor, self.facts, self.dtype)
+        return own_memory.held(tensor, dtype) if place == HOST else tensor.to(device=place, dtype=dtype)
 
     def is_made_here(self, name: str) -> bool:
         """Whether this rank has to make it: what is in host memory one rank makes for those that hold the same."""

@@ -11,6 +11,7 @@ import torch
 
 from ..loaded_files import FileState
 from ..safetensors_header import TensorEntry, read_header
+from . import own_memory
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -105,7 +106,7 @@ class StoredTensor:
             return self._rows(rows)
         step = max(1, CHUNK_BYTES // max(1, self._row_bytes))
         wanted = torch.empty((len(rows), *self._entry.shape[1:]), device="meta")[(slice(None), *others)].shape
-        part, chunk = torch.empty(wanted, dtype=self.dtype), self._empty(min(step, len(rows)))
+        part, chunk = own_memory.empty(wanted, self.dtype), self._empty(min(step, len(rows)))
         for at in range(0, len(rows), step):
             piece = self._fill(chunk[: len(rows) - at], rows.start + at)
             part[at : at + step] = piece[(slice(None), *others)]
@@ -119,7 +120,7 @@ class StoredTensor:
         return self._fill(self._empty(len(rows)), rows.start)
 
     def _empty(self, rows: int) -> torch.Tensor:
-        return torch.empty((rows, *self._entry.shape[1:]) if self._entry.shape else (), dtype=self.dtype)
+        return own_memory.empty((rows, *self._entry.shape[1:]) if self._entry.shape else (), self.dtype)
 
     def _fill(self, tensor: torch.Tensor, first: int) -> torch.Tensor:
         """Read rows from the first on into a tensor of them."""
