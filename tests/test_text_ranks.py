@@ -11,7 +11,7 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from runtime.encoders.reporting import GroupProgress
 from runtime.encoders.text import TextEncoder
-from runtime.errors import Cancelled, Refused
+from runtime.errors import Cancelled
 from runtime.families.texts import UMT5
 from runtime.mesh import Mesh
 from runtime.pipeline import Pipeline
@@ -69,7 +69,7 @@ def whole(folder) -> dict[str, torch.Tensor]:
     return work_through(Mesh.single(), folder)
 
 
-@pytest.mark.parametrize("degree", [2, 3])
+@pytest.mark.parametrize("degree", [2, 3, HEADS + 1])
 def test_the_ranks_together_give_what_the_whole_one_gives(folder, whole, degree):
     if degree == 2:
         ranks = run_as_processes("tests.test_text_ranks:work_through", {"tensor": degree}, folder)
@@ -81,9 +81,12 @@ def test_the_ranks_together_give_what_the_whole_one_gives(folder, whole, degree)
             print(f"prompt {number}: largest difference {error:.1e}, deviation {float(whole[number].std()):.2f}")
             assert result[number].shape == whole[number].shape
             assert error < LIMIT
-    norms = 64 * 7  # three layers of two, and the last
-    assert sum(int(result["numbers"]) - norms for result in ranks) == int(whole["numbers"]) - norms
-    assert max(int(result["numbers"]) for result in ranks) < 0.53 * int(whole["numbers"])  # of 4 heads 2 at most
+    everywhere = 64 * 7  # the norms of three layers, two each, and the last
+    if degree > HEADS:
+        everywhere += 3 * 32 * HEADS  # with more ranks than heads each has them all, and their biases of 32 buckets
+    assert sum(int(result["numbers"]) - everywhere for result in ranks) == int(whole["numbers"]) - everywhere
+    most = 0.53 if degree <= HEADS else 0.25  # of 4 heads 2 at most
+    assert max(int(result["numbers"]) for result in ranks) < most * int(whole["numbers"])
 
 
 def test_only_the_ranks_of_one_tensor_group_hold_an_encoder(folder):
@@ -118,13 +121,3 @@ def test_cancel_on_the_first_rank_stops_the_others_at_the_same_block(folder, who
     results = run_as_threads({"tensor": 2}, work)
     assert [steps for steps, _ in results] == [[0, 1, 2]] * 2
     assert all(torch.allclose(embedding, whole["0"], atol=LIMIT) for _, embedding in results)
-
-
-def test_more_ranks_than_heads_are_refused(folder):
-    def work(mesh: Mesh) -> str:
-        with pytest.raises(Refused) as refusal:
-            load(folder, mesh)
-        return str(refusal.value)
-
-    said = run_as_threads({"tensor": HEADS + 1}, work)
-    assert len(set(said)) == 1 and said[0].startswith("the text encoder has 4 heads, fewer than tensor 5")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -34,23 +34,7 @@ from ..families.cuts import LinearShard, TensorSplit
 Shapes = Mapping[str, tuple[int, ...]]
 T5_ATTENTION, T5_FEED_FORWARD = "encoder.block.0.layer.0.SelfAttention", "encoder.block.0.layer.1.DenseReluDense"
 T5_LAYER = r"encoder\.block\.\d+\.layer"
-T5_SPLIT = TensorSplit(
-    linears=(
-        LinearShard(rf"{T5_LAYER}\.0\.SelfAttention\.[qkv]", "column"),
-        LinearShard(rf"{T5_LAYER}\.0\.SelfAttention\.o", "row"),
-        LinearShard(rf"{T5_LAYER}\.1\.DenseReluDense\.wi(_[01])?", "column"),
-        LinearShard(rf"{T5_LAYER}\.1\.DenseReluDense\.wo", "row"),
-    ),
-)
 CLIP_LAYER = r"(text_model\.)?encoder\.layers\.\d+"
-CLIP_SPLIT = TensorSplit(
-    linears=(
-        LinearShard(rf"{CLIP_LAYER}\.self_attn\.([qkv]|out)_proj", "gather"),
-        LinearShard(rf"{CLIP_LAYER}\.mlp\.fc1", "column"),
-        LinearShard(rf"{CLIP_LAYER}\.mlp\.fc2", "row"),
-    ),
-)
-"""Its class takes the width of all heads for that of its attention's output, before transformers 5: they are put together."""
 CLIP_HEAD, CLIP_START, CLIP_END = 64, 49406, 49407
 QWEN_HEAD, QWEN_PADDING, QWEN_THETA, QWEN_EPSILON = 128, 151643, 1e6, 1e-6
 GEMMA_HEAD, GEMMA_THETA, GEMMA_START = 256, 1e4, 2
@@ -60,11 +44,28 @@ LONGEST = 40960
 
 @dataclass(frozen=True)
 class Cut:
-    """How an encoder is cut over ranks: its Linears, how many heads cannot be parted further, and how wide one is."""
+    """How an encoder is cut over ranks: the Linears of its attentions and the others, how many heads cannot be parted further
+    (0: none is dealt out), and how wide one is.
+    """
 
-    split: TensorSplit
+    attention: tuple[LinearShard, ...]
+    others: tuple[LinearShard, ...]
     heads: int
     head_dim: int
+
+    def over(self, degree: int) -> Cut:
+        """The same over so many ranks. With more of them than heads each has its part of the matrices of an attention, puts
+        together what all make with theirs, and has every head.
+        """
+        if degree <= self.heads:
+            return self
+        gathered = tuple(replace(shard, mode="gather", together=1) for shard in self.attention)
+        return Cut(gathered, self.others, heads=0, head_dim=1)
+
+    @property
+    def split(self) -> TensorSplit:
+        """The cut of its Linears."""
+        return TensorSplit(linears=self.attention + self.others)
 
 
 @dataclass(frozen=True)
@@ -157,12 +158,22 @@ def _layers(shapes: Shapes) -> int:
 
 
 def _cut_t5(config: Any) -> Cut:
-    return Cut(T5_SPLIT, config.num_heads, config.d_kv)
+    attention = (
+        LinearShard(rf"{T5_LAYER}\.0\.SelfAttention\.[qkv]", "column"),
+        LinearShard(rf"{T5_LAYER}\.0\.SelfAttention\.o", "row"),
+    )
+    others = (
+        LinearShard(rf"{T5_LAYER}\.1\.DenseReluDense\.wi(_[01])?", "column"),
+        LinearShard(rf"{T5_LAYER}\.1\.DenseReluDense\.wo", "row"),
+    )
+    return Cut(attention, others, config.num_heads, config.d_kv)
 
 
 def _cut_clip(config: Any) -> Cut:
-    """Feature by feature, as no head is local."""
-    return Cut(CLIP_SPLIT, config.hidden_size, 1)
+    """No head is dealt out: before transformers 5 its class takes the width of all for that of its attention's output."""
+    attention = (LinearShard(rf"{CLIP_LAYER}\.self_attn\.([qkv]|out)_proj", "gather"),)
+    others = (LinearShard(rf"{CLIP_LAYER}\.mlp\.fc1", "column"), LinearShard(rf"{CLIP_LAYER}\.mlp\.fc2", "row"))
+    return Cut(attention, others, heads=0, head_dim=1)
 
 
 def _cut_decoder(config: Any) -> Cut:
@@ -170,16 +181,16 @@ def _cut_decoder(config: Any) -> Cut:
     heads = config.num_key_value_heads
     together = config.num_attention_heads // heads
     layer = r"layers\.\d+"
-    split = TensorSplit(
-        linears=(
-            LinearShard(rf"{layer}\.self_attn\.q_proj", "column", together=together),
-            LinearShard(rf"{layer}\.self_attn\.[kv]_proj", "column"),
-            LinearShard(rf"{layer}\.self_attn\.o_proj", "row", together=together),
-            LinearShard(rf"{layer}\.mlp\.(gate|up)_proj", "column"),
-            LinearShard(rf"{layer}\.mlp\.down_proj", "row"),
-        )
+    attention = (
+        LinearShard(rf"{layer}\.self_attn\.q_proj", "column", together=together),
+        LinearShard(rf"{layer}\.self_attn\.[kv]_proj", "column"),
+        LinearShard(rf"{layer}\.self_attn\.o_proj", "row", together=together),
     )
-    return Cut(split, heads, config.head_dim)
+    others = (
+        LinearShard(rf"{layer}\.mlp\.(gate|up)_proj", "column"),
+        LinearShard(rf"{layer}\.mlp\.down_proj", "row"),
+    )
+    return Cut(attention, others, heads, config.head_dim)
 
 
 T5_WORDS, DECODER_WORDS = ("shared", "encoder.embed_tokens"), ("embed_tokens",)
