@@ -93,19 +93,23 @@ def sampled(
     model: Any, widgets: Any, positive: Any, negative: Any, latent_image: Any, *, display: NodeDisplay, **given: Any
 ) -> dict[str, Any]:
     """The LATENT that the sidecar makes of the sockets' values. `given` are further inputs of the request."""
-    latent = session.sample(
-        model,
-        widgets,
-        positive=prompt(positive, "positive", display),
-        negative=_negative(model, negative, widgets.needs_negative, display),
-        latent=convert.to_latent(latent_image, "latent_image"),
-        noise_mask=convert.noise_mask(latent_image, "latent_image"),
-        batch_index=convert.batch_index(latent_image, "latent_image"),
-        downscale=convert.downscale(latent_image),
-        display=display,
+    inputs = {
+        "positive": prompt(positive, "positive", display),
+        "negative": negative_prompt(model, negative, widgets.needs_negative, display),
+        **latent_inputs(latent_image),
         **given,
-    )
-    return convert.from_latent(latent, latent_image)
+    }
+    return convert.from_latent(session.sample(model, widgets, display=display, **inputs), latent_image)
+
+
+def latent_inputs(latent_image: Any) -> dict[str, Any]:
+    """What a request to sample has of a LATENT."""
+    return {
+        "latent": convert.to_latent(latent_image, "latent_image"),
+        "noise_mask": convert.noise_mask(latent_image, "latent_image"),
+        "batch_index": convert.batch_index(latent_image, "latent_image"),
+        "downscale": convert.downscale(latent_image),
+    }
 
 
 def prompt(value: Any, what: str, display: NodeDisplay) -> tuple:
@@ -184,7 +188,7 @@ def _shift(name: str, default: float, tooltip: str) -> io.Input:
     )
 
 
-def _negative(model: Any, negative: Any, needed: bool, display: NodeDisplay) -> tuple:
+def negative_prompt(model: Any, negative: Any, needed: bool, display: NodeDisplay) -> tuple:
     """The negative prompt; where there is none (nothing connected, or no embedding) and it is needed, the empty prompt."""
     if negative is not None and not convert.has_no_embedding(negative, "negative"):
         return prompt(negative, "negative", display)

@@ -12,7 +12,19 @@ import torch
 
 from ..runtime.client import Comparison, Sidecar
 from ..runtime.errors import Cancelled, SidecarError, in_our_words
-from ..runtime.protocol import Conditioning, Decode, EncodePixels, EncodeText, Notice, Progress, Result, Sample, Work
+from ..runtime.protocol import (
+    Check,
+    Conditioning,
+    Decode,
+    EncodePixels,
+    EncodeText,
+    Notice,
+    Planned,
+    Progress,
+    Result,
+    Sample,
+    Work,
+)
 from ..runtime.settings import ModelSettings, SampleSettings
 from . import convert, host
 from .display import NodeDisplay
@@ -20,7 +32,7 @@ from .truce import StandIn
 
 log = logging.getLogger("outrigger")
 
-Request = TypeVar("Request", EncodeText, Sample, Decode)
+Request = TypeVar("Request", EncodeText, Sample, Check, Decode, EncodePixels)
 
 
 class SidecarFailure(RuntimeError):
@@ -89,17 +101,25 @@ def sample(model: ModelSettings, settings: SampleSettings, *, display: NodeDispl
 
     Raises as `run` does.
     """
-    kind = host.preview_kind()
-    request = _request(
-        Sample,
+    return run(_sampling(Sample, model, settings, inputs), display).latent
+
+
+def check(model: ModelSettings, settings: SampleSettings, *, display: NodeDisplay, **inputs: Any) -> Planned:
+    """The plan of that, without running it: no rank is started for it. Raises as `run` does where it would be refused."""
+    return run(_sampling(Check, model, settings, inputs), display)
+
+
+def _sampling(kind: type[Request], model: ModelSettings, settings: SampleSettings, inputs: dict[str, Any]) -> Request:
+    preview = host.preview_kind()
+    return _request(
+        kind,
         model,
         settings=settings,
         cpu_noise_offset=host.cpu_noise_offset(),
-        preview=kind,
-        preview_decoders=host.preview_decoders() if kind == "taesd" else (),
+        preview=preview,
+        preview_decoders=host.preview_decoders() if preview == "taesd" else (),
         **inputs,
     )
-    return run(request, display).latent
 
 
 def decode(model: ModelSettings, latent: torch.Tensor, display: NodeDisplay) -> torch.Tensor:
@@ -112,10 +132,9 @@ def encode(model: ModelSettings, pixels: torch.Tensor, display: NodeDisplay) -> 
     return run(_request(EncodePixels, model, pixels=pixels), display).latent
 
 
-def compared(latent: torch.Tensor, reference: torch.Tensor) -> str:
-    """How far the latent that the ranks have just made is from the one that it should be, in words."""
-    report = _session.sidecar().status()
-    return f"{Comparison.of(latent, reference, tolerance=report.tolerance)}\n{report.plan}".rstrip()
+def compared(latent: torch.Tensor, reference: torch.Tensor, planned: Planned) -> str:
+    """How far the latent of a plan is from the one that it should be, in words."""
+    return f"{Comparison.of(latent, reference, tolerance=planned.tolerance)}\n{planned.plan}".rstrip()
 
 
 def run(request: Work, display: NodeDisplay) -> Result:

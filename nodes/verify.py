@@ -10,7 +10,7 @@ from ..runtime.errors import in_our_words
 from .display import NodeDisplay
 from .io_types import CATEGORY, Model, searchable
 from .parts import convert, session, settings
-from .sampler import prompt_sockets, sampled
+from .sampler import latent_inputs, negative_prompt, prompt, prompt_sockets
 
 STEPS = 4
 
@@ -48,13 +48,12 @@ class OutriggerVerify(io.ComfyNode):
         display = NodeDisplay(cls.hidden.unique_id, stage="sampling")
         model = convert.to_model(model)
         one_rank = model.model_copy(update={"parallel": model.parallel.one_rank})
-        if negative is None:
-            negative = convert.from_conditioning(session.encode_text(one_rank, "", display))
         widgets = in_our_words(settings.SampleSettings, steps=STEPS)
-        reference, latent = (
-            sampled(each, widgets, positive, negative, latent_image, display=display)["samples"]
-            for each in (one_rank, model)
-        )
-        text = session.compared(latent, reference)
+        inputs = {"positive": prompt(positive, "positive", display), **latent_inputs(latent_image)}
+        as_long = {"negative": inputs["positive"], **inputs}  # the empty prompt is not encoded yet
+        planned, _ = (session.check(each, widgets, display=display, **as_long) for each in (model, one_rank))
+        inputs["negative"] = negative_prompt(one_rank, negative, True, display)
+        reference, latent = (session.sample(each, widgets, display=display, **inputs) for each in (one_rank, model))
+        text = session.compared(latent, reference, planned)
         display.text(text)
         return io.NodeOutput(text, ui={"text": [text]})

@@ -16,12 +16,14 @@ from .plan import Plan
 from .pool import Mappings
 from .protocol import (
     Cancel,
+    Check,
     Event,
     Failed,
     Finished,
     Keep,
     Memory,
     Notice,
+    Planned,
     Progress,
     Ready,
     Report,
@@ -41,7 +43,6 @@ GRACE_SECONDS = 2.0
 """How long the other ranks may take once one has failed; then they wait for it in a collective."""
 STOP_SECONDS = 20.0
 """The same once one has stopped: the others may be on the way to the boundary still."""
-
 CANCELLED_SECONDS = 300.0
 """How long ranks may take to the next boundary after a cancel. Then they hang, and are replaced."""
 
@@ -86,6 +87,8 @@ class Executor:
             plan = self._plan_for(job.request, self._ranks.resident_bytes if self._ranks else 0)
         except (ValueError, OSError) as error:
             return self._end(failed(job, str(error), user_error=True))
+        if isinstance(job.request, Check):
+            return self._end(Planned(job=job.name, seconds=0.0, plan=plan.reason, tolerance=plan.tolerance))
         if self._ranks is None or not plan.can_use(self._ranks.devices):
             self._start(plan)
         self._ranks.plan = plan
@@ -154,7 +157,6 @@ class Executor:
     def report(self, model: ModelSettings | None = None) -> Report:
         """What there is and what it does, and what this model would still take."""
         ranks = self._ranks
-        known = {"plan": ranks.plan.reason, "tolerance": ranks.plan.tolerance} if ranks else {}
         devices = ranks.devices if ranks else ()
         room = 0
         if model is not None and not self._has(model):
@@ -169,7 +171,6 @@ class Executor:
             model=self._model,
             busy=self.job.name if self.job else "",
             room=room,
-            **known,
         )
 
     def free(self) -> None:

@@ -109,6 +109,12 @@ class Sample(Work):
         return self
 
 
+class Check(Sample):
+    """Ask for the plan of a sampling, which is not run. Answered by `Planned`, or by `Failed` where it would be refused."""
+
+    kind: Literal["check"] = "check"
+
+
 class Decode(Work):
     """Latent to pictures with the model's own VAE. Answered by `Decoded`."""
 
@@ -126,7 +132,7 @@ class EncodePixels(Work):
     pixels: Tensor
 
 
-Request = Union[Hello, EncodeText, Sample, Decode, EncodePixels, Cancel, Status, Free, Spread, Keep, Shutdown]
+Request = Union[Hello, EncodeText, Sample, Check, Decode, EncodePixels, Cancel, Status, Free, Spread, Keep, Shutdown]
 
 
 # Events: rank -> server -> node ------------------------------------------------------------------------------------
@@ -201,6 +207,14 @@ class Sampled(Result):
     latent: Tensor
 
 
+class Planned(Result):
+    """End of `Check`: `plan` says what was chosen, and why; `tolerance` is how large a relative error is rounding."""
+
+    kind: Literal["planned"] = "planned"
+    plan: str
+    tolerance: float
+
+
 class Decoded(Result):
     """End of `Decode`: `images` is `(B * F, H, W, 3)` float32 in 0..1, ComfyUI's IMAGE."""
 
@@ -254,6 +268,7 @@ Event = Union[
     Notice,
     Encoded,
     Sampled,
+    Planned,
     Decoded,
     EncodedPixels,
     Finished,

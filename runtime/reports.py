@@ -61,16 +61,14 @@ class RankReport(Message):
 
 
 class Report(Message):
-    """Answer to `Status` and `Free`. `plan` says what was chosen for the ranks, and why; `tolerance` is how large a relative
-    error is rounding. `room` is what the model that was asked for is still to take on each of `devices`, at least.
+    """Answer to `Status` and `Free`. `room` is what the model that was asked for is still to take on each of `devices`, at
+    least.
     """
 
     kind: Literal["report"] = "report"
     pid: int
     ranks: tuple[RankReport, ...] = ()
     devices: tuple[str, ...] = ()
-    plan: str = ""
-    tolerance: float = 0.0
     model: str = ""
     busy: str = ""
     room: int = 0

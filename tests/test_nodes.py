@@ -732,19 +732,33 @@ def test_a_prompt_that_cannot_be_sent_is_refused_and_appears_nowhere(pack, sidec
 
 
 class Planned:
-    """Samples a given latent for each plan; one rank is on the first device alone."""
+    """Samples a given latent for each plan; one rank is on the first device alone. A plan without a latent is refused."""
 
     def __init__(self, pack, latents) -> None:
         self.pack, self.latents, self.alive, self.devices = pack, latents, True, []
 
     def call(self, request, *, interrupted):
-        self.devices.append(request.model.parallel.devices)
-        latent = self.latents[request.model.parallel.devices]
-        yield self.pack.runtime_protocol.Sampled(job=request.job, latent=latent, seconds=0.1)
+        protocol, devices = self.pack.runtime_protocol, request.model.parallel.devices
+        if devices not in self.latents:
+            raise ValueError(f"{devices} is refused")
+        if request.kind == "check":
+            yield protocol.Planned(job=request.job, plan=f"ranks on {devices}", tolerance=1e-5, seconds=0.0)
+            return
+        self.devices.append(devices)
+        yield protocol.Sampled(job=request.job, latent=self.latents[devices], seconds=0.1)
 
     def status(self, model=None):
         ranks = (self.pack.runtime_protocol.RankReport(rank=0, pid=1, device="cpu"),)
-        return self.pack.runtime_protocol.Report(pid=1, ranks=ranks, plan="2 ranks", tolerance=1e-5)
+        return self.pack.runtime_protocol.Report(pid=1, ranks=ranks)
+
+
+def verify(pack, **inputs):
+    """What Verify says of ring 2, with a latent of one item."""
+    (parallel,) = pack.parallel.OutriggerParallelism.execute(devices="cpu:2", ring=2)
+    (model,) = pack.model.OutriggerLoadModel.execute(model="tiny-shapes", parallel=parallel)
+    given = {"positive": entry(), "negative": entry(), "latent_image": {"samples": torch.zeros(1, 16, 1, 4, 4)}}
+    (text,) = pack.verify.OutriggerVerify.execute(model=model, **given | inputs)
+    return text
 
 
 @pytest.mark.parametrize(
@@ -755,13 +769,21 @@ def test_verify_compares_the_plan_with_one_rank_and_says_so_on_the_node(pack, mo
     one[0, 0] = -1
     sidecar = Planned(pack, {"cpu:1": one, "cpu:2": one * (1 + error)})
     monkeypatch.setattr(pack.session.Sidecar, "start", lambda log: sidecar)
-    (parallel,) = pack.parallel.OutriggerParallelism.execute(devices="cpu:2", ring=2)
-    (model,) = pack.model.OutriggerLoadModel.execute(model="tiny-shapes", parallel=parallel)
-    latent = {"samples": torch.zeros_like(one)}
-    (text,) = pack.verify.OutriggerVerify.execute(model=model, positive=entry(), negative=entry(), latent_image=latent)
+    text = verify(pack)
     assert sidecar.devices == ["cpu:1", "cpu:2"]
-    assert text.startswith(says) and text.endswith("\n2 ranks")
+    assert text.startswith(says) and text.endswith("\nranks on cpu:2")
     assert pack.fake.texts[-1] == ("7", text)
+
+
+@pytest.mark.parametrize("refused", ["cpu:1", "cpu:2"])
+@pytest.mark.parametrize("negative", [None, "connected"])
+def test_verify_runs_nothing_where_a_plan_is_refused(pack, monkeypatch, refused, negative):
+    latent = torch.ones(1, 16, 1, 4, 4)
+    sidecar = Planned(pack, {devices: latent for devices in ("cpu:1", "cpu:2") if devices != refused})
+    monkeypatch.setattr(pack.session.Sidecar, "start", lambda log: sidecar)
+    with pytest.raises(ValueError, match=f"^{refused} is refused$"):
+        verify(pack, negative=negative and entry())
+    assert sidecar.devices == []
 
 
 class Noise:

@@ -16,6 +16,7 @@ from runtime.client import Sidecar
 from runtime.errors import SidecarError
 from runtime.folders import SHARED_MEMORY
 from runtime.protocol import (
+    Check,
     Decode,
     Decoded,
     Encoded,
@@ -62,6 +63,16 @@ def test_a_job_gives_every_step_and_then_its_result(sidecar, ranks):
     assert steps_of(events) == [1, 2, 3, 4]
     assert isinstance(events[-1], Sampled) and torch.equal(events[-1].latent, request.latent * 2)
     assert len(rank_pids(sidecar)) >= ranks
+
+
+def test_a_check_gives_the_plan_and_starts_nothing():
+    request = sample(ranks=2)
+    fields = {name: getattr(request, name) for name in type(request).model_fields if name != "kind"}
+    with fake_sidecar() as sidecar:
+        (planned,) = run(sidecar, Check(**fields))
+        assert (planned.kind, planned.job) == ("planned", request.job)
+        assert sidecar.status().ranks == ()
+        assert isinstance(run(sidecar, request)[-1], Sampled)
 
 
 def test_previews_come_with_their_step(sidecar):
