@@ -195,7 +195,7 @@ class OutriggerLoadModel(io.ComfyNode):
                 dtype=dtype,
                 quant=quant,
                 boundary=boundary,
-                stamp=files.stamp(paths),
+                stamp=files.stamp({name: paths[name] for name in ("model", "model_low_noise")}),
                 tokenizers=host.tokenizers(),
                 **given,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,36 +17,45 @@ from .encoders.reporting import GroupProgress
 from .encoders.rows import Rows
 from .encoders.text_loras import for_text
 from .encoders.vae import Autoencoder
-from .encoders.vae_files import load_autoencoder
+from .encoders.vae_files import check_autoencoder, load_autoencoder
 from .inspection import ModelFacts
 from .loaded_files import LoadedFiles
 from .mesh import Mesh
 from .message import Conditioning
+from .number_formats import AUTO_DTYPE
+from .offload.host_copy import hold_once
+from .part_sizes import text_bytes, vae_bytes
 from .parts import text_parts_of, vae_of
 from .progress import ReportProgress
 from .protocol import LOADING
-from .release import let_go
-from .settings import AXES, LoraSettings, ModelSettings
+from .release import let_go, release_memory
+from .settings import AUTO, AXES, LoraSettings, ModelSettings
 from .text_files import TextPart
+from .weighing import Bytes
 
 if TYPE_CHECKING:
     from .encoders.text import TextEncoder
 
-AUTO_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
-"""By kind of device. Text encoders always run in these: T5 overflows in fp16."""
 HOST = torch.device("cpu")
+TEXT_ENCODER, VAE = "text encoder", "vae"
 
 
 class Components:
     """The parts of one model beside its transformer. All ranks make the same calls with the same values."""
 
     def __init__(
-        self, settings: ModelSettings, facts: ModelFacts, *, mesh: Mesh, prompts: RememberedPrompts | None = None
+        self,
+        settings: ModelSettings,
+        facts: ModelFacts,
+        *,
+        mesh: Mesh,
+        prompts: RememberedPrompts | None = None,
+        make_room: Callable[[Bytes], None] = lambda needed: None,
     ) -> None:
         self.text_encoder: TextEncoder | None = None
         self.autoencoder: Autoencoder | None = None
         self._settings, self._facts, self._family, self._mesh = settings, facts, facts.spec, mesh
-        self._prompts = prompts or RememberedPrompts(0)
+        self._prompts, self._make_room = prompts or RememberedPrompts(0), make_room
         self._files: dict[str, LoadedFiles] = {}
 
     def encode_text(
@@ -59,15 +68,14 @@ class Components:
         chosen = for_text(loras)
         # on every rank, so that all refuse alike and stay
         parts = text_parts_of(self._settings, self._facts)
-        if any(self._mesh.index(axis) for axis in AXES if axis != "tensor"):
-            return None
-        report = GroupProgress(progress, self._mesh.group("tensor"))
-
         files = LoadedFiles.of(place for part in parts for place in part.places)
         encoder = (files.states, self._family.texts, self._text_device.type, chosen)
         remembered = self._prompts.get(encoder, text)
-        if self._first_has(remembered):
+        is_done = not self._encodes or self._first_has(remembered)
+        self._make_room_for(Bytes() if is_done or self.text_encoder is not None else self._text_bytes(parts))
+        if is_done:
             return remembered
+        report = GroupProgress(progress, self._mesh.group("tensor"))
         with self._text_encoder_of(parts, files, report) as model, self._unchanged(files, chosen):
             for line in model.use_loras(chosen):
                 report(LOADING, 1, 1, notice=line if self._mesh.rank == 0 else "")
@@ -84,6 +92,14 @@ class Components:
             dist.broadcast(known, src=0, group=group)
         return bool(known)
 
+    def use(self, settings: ModelSettings) -> None:
+        """Read the parts as these settings say from now on, and let go of those that they choose or place otherwise."""
+        before, self._settings = self._settings, settings
+        if _text_choice(settings) != _text_choice(before):
+            self._drop_text_encoder()
+        if _vae_choice(settings) != _vae_choice(before):
+            self._drop_autoencoder()
+
     @property
     def modules(self) -> list[nn.Module]:
         """The parts that have been read."""
@@ -95,25 +111,35 @@ class Components:
         self._drop_changed()
         if self.autoencoder is None:
             path = vae_of(self._settings, self._facts)
-            self._files["vae"] = LoadedFiles.of([path])
+            check_autoencoder(path, self._family)
+            self._make_room_for(Bytes.on(self._vae_device, vae_bytes(path)))
+            self._files[VAE] = LoadedFiles.of([path])
             self.autoencoder = self._load_autoencoder(path, progress)
         try:
             yield self.autoencoder
-            agree(self._mesh, stop=False, failure=self._files["vae"].check_read())
+            agree(self._mesh, stop=False, failure=self._files[VAE].check_read())
         finally:
             if self._settings.memory.vae_device == "on-demand":
-                let_go(self.autoencoder.model)
-                self.autoencoder = None
+                self._drop_autoencoder()
 
     def _drop_changed(self) -> None:
         """Let go of the parts when the files of one are no longer those that it was read from; all ranks call it together."""
         changed = [files.changed for files in self._files.values()]
-        if not self._mesh.largest(any(changed)):
-            return
-        for part in filter(None, (self.text_encoder, self.autoencoder)):
-            let_go(part.model)
-        self.text_encoder = self.autoencoder = None
-        self._files.clear()
+        if self._mesh.largest(any(changed)):
+            self._drop_text_encoder()
+            self._drop_autoencoder()
+
+    def _drop_text_encoder(self) -> None:
+        if self.text_encoder is not None:
+            let_go(self.text_encoder.model)
+        self.text_encoder = None
+        self._files.pop(TEXT_ENCODER, None)
+
+    def _drop_autoencoder(self) -> None:
+        if self.autoencoder is not None:
+            let_go(self.autoencoder.model)
+        self.autoencoder = None
+        self._files.pop(VAE, None)
 
     @contextmanager
     def _text_encoder_of(
@@ -121,18 +147,37 @@ class Components:
     ) -> Iterator[TextEncoder]:
         if self.text_encoder is None:
             report(LOADING, 0, 1)
-            self._files["text encoder"] = files
+            self._files[TEXT_ENCODER] = files
             self.text_encoder = self._load_text_encoder(parts)
         try:
             yield self.text_encoder
         finally:
             if self._settings.memory.text_encoder_device == "on-demand":
-                let_go(self.text_encoder.model)
-                self.text_encoder = None
+                self._drop_text_encoder()
 
     @property
     def _text_device(self) -> torch.device:
         return HOST if self._settings.memory.text_encoder_device == "cpu" else self._mesh.device
+
+    @property
+    def _vae_device(self) -> torch.device:
+        return HOST if self._settings.memory.vae_device == "cpu" else self._mesh.device
+
+    @property
+    def _encodes(self) -> bool:
+        """Whether this rank has a share in encoding: those of the first tensor group have."""
+        return not any(self._mesh.index(axis) for axis in AXES if axis != "tensor")
+
+    def _text_bytes(self, parts: Iterable[TextPart]) -> Bytes:
+        """What this rank's share of the text encoders takes, where they wait."""
+        size = text_bytes(parts, AUTO_DTYPE[self._text_device.type].itemsize) // self._mesh.degree("tensor")
+        waits = self._settings.memory.text_encoder_device == AUTO
+        return Bytes.on(HOST if waits else self._text_device, size)
+
+    def _make_room_for(self, part: Bytes) -> None:
+        """Ask for room where a rank is to read a part; all ranks call it together."""
+        if self._mesh.largest(part != Bytes()):
+            self._make_room(part)
 
     @contextmanager
     def _unchanged(self, files: LoadedFiles, loras: Iterable[LoraSettings]) -> Iterator[None]:
@@ -156,6 +201,18 @@ class Components:
 
     def _load_autoencoder(self, path: Path, progress: ReportProgress) -> Autoencoder:
         progress(LOADING, 0, 1)
-        model, rows = load_autoencoder(path, self._family), Rows(self._mesh.group(*AXES))
-        device = HOST if self._settings.memory.vae_device == "cpu" else self._mesh.device
-        return Autoencoder(model, form=self._family.latent, rows=rows, device=device)
+        model, ranks = load_autoencoder(path, self._family), self._mesh.group(*AXES)
+        if self._vae_device == HOST:
+            hold_once(model, ranks)
+            release_memory()  # what each had for itself
+        return Autoencoder(model, form=self._family.latent, rows=Rows(ranks), device=self._vae_device)
+
+
+def _text_choice(settings: ModelSettings) -> tuple[str, ...]:
+    """Which text encoders settings name, and where."""
+    chosen = settings.text_encoder, settings.text_encoder_2, settings.text_encoder_3, settings.tokenizers
+    return *chosen, settings.memory.text_encoder_device
+
+
+def _vae_choice(settings: ModelSettings) -> tuple[str, ...]:
+    return settings.vae, settings.memory.vae_device

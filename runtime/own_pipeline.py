@@ -23,9 +23,9 @@ from .errors import Refused
 from .finite import Weights, cause_in, not_finite
 from .loaded_files import LoadedFiles
 from .mesh import Mesh
+from .number_formats import dtype_of
 from .out_of_memory import is_out_of_memory
 from .own_call import Taken, Way, arguments_of, check_latent, check_request
-from .pipeline import dtype_of
 from .progress import ReportProgress
 from .prompt_text import as_conditioning
 from .protocol import LOADING, Conditioning, Sample
@@ -94,6 +94,10 @@ class DiffusersPipeline:
     def changed(self) -> str:
         """Which of its files are no longer what they were when they were read, in words; empty for none."""
         return self._files.changed
+
+    def use_parts(self, settings: ModelSettings) -> None:
+        """Raises `Refused` for any that are not its own."""
+        check_alone(self._found, settings)
 
     def use_loras(self, loras: Iterable[LoraSettings]) -> tuple[str, ...]:
         """Raises `Refused` for any."""

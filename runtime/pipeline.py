@@ -14,7 +14,7 @@ from .areas import pair_areas
 from .blocks import BlockRunner
 from .casting import take_exact_timestep, take_model_dtype
 from .checkpoint import build_transformer, fill_transformer
-from .components import AUTO_DTYPE, Components
+from .components import Components
 from .conditions import ConditioningReader
 from .encoders.remembered import RememberedPrompts
 from .experts import inspect_settings
@@ -29,6 +29,7 @@ from .lora.experts import use_on
 from .lora.names import LayerNames
 from .lora.stamps import stamped
 from .mesh import Mesh
+from .number_formats import dtype_of
 from .offload.host_copy import sharing
 from .parts import check_offload, check_parts
 from .picture_tokens import read_pictures
@@ -57,8 +58,6 @@ from .settings import LoraSettings, ModelSettings
 from .steps import SAMPLING, StepReporter
 from .streaming import choose_streamed, stream_weights
 from .weighing import Bytes, weigh
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Expert(NamedTuple):
@@ -114,7 +113,7 @@ class Pipeline:
     ) -> Pipeline:
         """The transformer, or the pair of them. Encoder and VAE are read when they are first used.
 
-        `make_room` is called with what the transformers will take, before a weight is read.
+        `make_room` is called with what the transformers will take, before a weight is read, and so for encoder and VAE.
         """
         facts = inspect_settings(settings)
         check_parts(settings, facts.spec)
@@ -126,7 +125,7 @@ class Pipeline:
         share = {"mesh": mesh, "sequence": sequence}
         experts = [_load_expert(each, settings, kernels=kernels, progress=progress, **share) for each in facts.experts]
         use_on([expert.loras for expert in experts], settings.loras)
-        components = Components(settings, facts, mesh=mesh, prompts=prompts)
+        components = Components(settings, facts, mesh=mesh, prompts=prompts, make_room=make_room)
         return cls(experts, facts, settings=settings, components=components, kernels=kernels, **share)
 
     @property
@@ -144,6 +143,11 @@ class Pipeline:
     def changed(self) -> str:
         """Which files of the transformers are no longer what they were when they were read, in words; empty for none."""
         return next((words for expert in self.experts if (words := expert.files.changed)), "")
+
+    def use_parts(self, settings: ModelSettings) -> None:
+        """Use the text encoders and VAE of these settings from now on. Raises `Refused` where one is missing, as `load`."""
+        check_parts(settings, self._family)
+        self._components.use(settings)
 
     def use_loras(self, loras: Collection[LoraSettings]) -> tuple[str, ...]:
         """Sample with these and no others from now on, without loading the model again; a line to tell of each. All ranks
@@ -291,8 +295,3 @@ def _load_expert(
     slots = 0 if runner is None else runner.slot_bytes
     agree(mesh, stop=False, failure=files.check_read())
     return Expert(transformer, facts, loras, filled + Bytes.on(mesh.device, slots), runner, files, reads)
-
-
-def dtype_of(settings: ModelSettings, mesh: Mesh) -> torch.dtype:
-    """The number format of plain weights."""
-    return DTYPES[settings.dtype] if settings.dtype != "auto" else AUTO_DTYPE[mesh.device.type]

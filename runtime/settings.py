@@ -12,12 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 AXES = ("data", "cfg", "ring", "ulysses", "tensor")
 """The mesh axes, outermost first."""
 
-MAX_DEGREE = 64
-MAX_STRENGTH = 100.0
-MAX_LORAS = 64
-TINY_SHAPES = "tiny-shapes"
-FROM_MODEL = "from model"
-"""Choice of a component that comes with the model itself."""
+MAX_DEGREE, MAX_STRENGTH, MAX_LORAS = 64, 100.0, 64
+TINY_SHAPES, FROM_MODEL = "tiny-shapes", "from model"
+"""The built-in model, and the choice of a component that comes with the model itself."""
 
 SAMPLER_NAMES = (
     "euler", "euler_cfg_pp", "euler_ancestral", "euler_ancestral_cfg_pp", "heun", "heunpp2", "exp_heun_2_x0",
@@ -192,8 +189,8 @@ class ModelSettings(Settings):
 
     `text_encoder`, `text_encoder_2`, `text_encoder_3` and `vae` are "from model" or the absolute path of a file or folder.
     `tokenizers` is ComfyUI's package `comfy`, which has those of the text encoders; empty where it is not known. `stamp`
-    changes when one of the files changes, so that a file replaced in place is another model. `loras` are put on in their
-    order, and changed without loading the model again.
+    changes when one of the model's files changes, so that a file replaced in place is another model. `loras` are put on in
+    their order. They, text encoders and VAE are changed without loading the model again.
 
     `model_low_noise` is a second expert, which runs below the sigma `boundary`: empty for none, or for the one in the
     model's own folder; 0 for the boundary that the family or the folder has.
@@ -216,8 +213,11 @@ class ModelSettings(Settings):
 
     @property
     def weights(self) -> ModelSettings:
-        """What is loaded for these settings: how it is spread is the plan's, and LoRAs come on later."""
-        return self.model_copy(update={"loras": (), "parallel": ParallelSettings()})
+        """What is loaded for these settings: how it is spread is the plan's, and LoRAs, text encoder and VAE come later."""
+        memory = self.memory.model_copy(update={"text_encoder_device": AUTO, "vae_device": AUTO})
+        later = {"memory": memory, "parallel": ParallelSettings(), "loras": (), "vae": FROM_MODEL, "tokenizers": ""}
+        encoders = dict.fromkeys(("text_encoder", "text_encoder_2", "text_encoder_3"), FROM_MODEL)
+        return self.model_copy(update=later | encoders)
 
     def __repr__(self) -> str:
         return f"<Outrigger model {self.model.rsplit('/', 1)[-1]} {self.dtype} on {self.parallel.devices}>"

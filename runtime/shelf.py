@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class Shelf:
     def __init__(self, keep: KeepSettings, *, world: int, device: torch.device) -> None:
         self._keep, self._world, self._device = keep, world, device
         self._pipelines: OrderedDict[ModelSettings, Any] = OrderedDict()
+        self._in_use: ModelSettings | None = None
 
     def __contains__(self, model: ModelSettings) -> bool:
         return model in self._pipelines
@@ -39,11 +40,13 @@ class Shelf:
         """The pipeline of a model, which becomes the one used last; None when it is not loaded on every rank of the mesh, who
         call it together, or when one of its files has changed since.
         """
+        self._in_use = None
         if mesh.largest(model not in self._pipelines or self._is_stale(model)):
             if model in self._pipelines:
                 self._drop([model])
             return None
         self._pipelines.move_to_end(model)
+        self._in_use = model
         return self._pipelines[model]
 
     def _is_stale(self, model: ModelSettings) -> bool:
@@ -54,7 +57,7 @@ class Shelf:
 
     def put(self, model: ModelSettings, pipeline: Any) -> None:
         """Keep a pipeline, as the one used last."""
-        self._pipelines[model] = pipeline
+        self._pipelines[model], self._in_use = pipeline, model
 
     def held(self) -> dict[ModelSettings, Bytes]:
         """What each model takes, the one used last at the end."""
@@ -62,14 +65,14 @@ class Shelf:
 
     def make_room(self, needed: Bytes, *, mesh: Mesh) -> None:
         """Let go of models whose files have changed, and of those used longest ago until what is needed fits in beside the
-        others, on every rank of the mesh, who call it together.
+        others, on every rank of the mesh, who call it together. A model that is in use stays: it is a part of it that is needed.
         """
-        stale = [model for model in self._pipelines if self._is_stale(model)]
+        stale = [model for model in self._others if self._is_stale(model)]
         for model in stale:
             self._pipelines.move_to_end(model, last=False)
-        models = list(self._pipelines)
+        models = self._others
         share = Bytes(needed.device, needed.host // self._holders(mesh.degree("tensor")))
-        going = models[: max(len(stale), self._too_many(share))]
+        going = models[: max(len(stale), self._too_many(models, share))]
         shared = mesh.largest(sum(map(_is_shared, going)))
         while sum(map(_is_shared, going)) < shared and len(going) < len(models):
             going.append(models[len(going)])
@@ -93,15 +96,21 @@ class Shelf:
         tensor = model.parallel.tensor if _is_shared(model) else 1
         return Bytes(held.device, held.host // self._holders(max(1, tensor)))
 
-    def _too_many(self, needed: Bytes) -> int:
-        """How many models, from the one used longest ago, have to go for this share of one that is needed."""
-        sizes = [self._share_of(model, held) for model, held in self.held().items()]
-        limits = self._limits(sum(sizes, Bytes()))
-        for count in range(len(sizes)):
-            taken = sum(sizes[count:], needed)
+    @property
+    def _others(self) -> list[ModelSettings]:
+        """All but the one in use."""
+        return [model for model in self._pipelines if model != self._in_use]
+
+    def _too_many(self, models: Sequence[ModelSettings], needed: Bytes) -> int:
+        """How many of these models, from the one used longest ago, have to go for this share of what is needed."""
+        sizes = {model: self._share_of(model, held) for model, held in self.held().items()}
+        limits = self._limits(sum(sizes.values(), Bytes()))
+        for count, model in enumerate(models):
+            taken = sum(sizes.values(), needed)
             if taken.device <= limits.device and taken.host <= limits.host:
                 return count
-        return len(sizes)
+            del sizes[model]
+        return len(models)
 
     def _limits(self, held: Bytes) -> Bytes:
         """What loaded models may take on this rank, which takes so much now: a GPU is its own, of the host's memory each rank

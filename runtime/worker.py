@@ -164,12 +164,15 @@ class Worker:
         """The pipeline of these settings in this mesh, loaded where it is not. LoRAs come on later, so that one that is
         refused leaves the model loaded.
         """
-        here = self._here(model)
-        pipeline = self._shelf.take(here, mesh=self.mesh)
-        if pipeline is None:
-            place = {"mesh": self.mesh, "prompts": self._prompts, "make_room": self._make_room}
-            pipeline = self._load(here, progress=report, **place)
-            self._shelf.put(here, pipeline)
+        key, chosen = self._key(model), model.model_copy(update={"loras": (), "parallel": self._parallel})
+        pipeline = self._shelf.take(key, mesh=self.mesh)
+        if pipeline is not None:
+            pipeline.use_parts(chosen)
+            return pipeline
+        place = {"mesh": self.mesh, "prompts": self._prompts, "make_room": self._make_room}
+        pipeline = self._load(chosen, progress=report, **place)
+        self._shelf.put(key, pipeline)
+        self._make_room(Bytes())  # blocks that were left to the free memory may take more than was asked for
         return pipeline
 
     def _make_room(self, needed: Bytes) -> None:
@@ -177,7 +180,7 @@ class Worker:
         self._shelf.make_room(needed, mesh=self.mesh)
         self._tell_memory()
 
-    def _here(self, model: ModelSettings) -> ModelSettings:
+    def _key(self, model: ModelSettings) -> ModelSettings:
         """What is loaded for these settings, and how it is spread: by this process's plan."""
         return model.weights.model_copy(update={"parallel": self._parallel})
 
@@ -211,7 +214,7 @@ class Worker:
             message=text[:MAX_MESSAGE],
             user_error=user_error,
             out_of_memory=out_of_memory,
-            loaded=self._here(request.model) in self._shelf,
+            loaded=self._key(request.model) in self._shelf,
             rank=self.settings.rank,
             stage=report.stage[:64],
             step=report.step,

@@ -65,6 +65,10 @@ class FakePipeline:
             else None
         )
 
+    def use_parts(self, settings):
+        if settings.vae == "bad":
+            raise Refused("bad: no such VAE")
+
     def use_loras(self, loras):
         return [f"{lora.path} at {lora.strength}" for lora in loras]
 

@@ -50,6 +50,8 @@ COMPUTE = (
     "finite",
     "sampling",
     "encoders",
+    "number_formats",
+    "part_sizes",
     "components",
     "room",
     "steps",

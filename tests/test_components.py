@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from runtime import release
 from runtime.encoders.remembered import RememberedPrompts
+from runtime.errors import Refused
 from runtime.mesh import Mesh
 from runtime.message import Conditioning
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.settings import MemorySettings, ModelSettings
+from runtime.tiny_shapes import MODEL_FOLDER
+from runtime.weighing import weigh
 from tests.processes import run_as_processes
 
 PLACES = ("auto", "device", "cpu", "on-demand")
@@ -75,6 +81,75 @@ def test_a_pipeline_recalls_prompts_of_one_that_is_gone_and_no_encoder_is_read()
 
 
 # Places -------------------------------------------------------------------------------------------------------------
+
+
+def test_parts_are_changed_and_placed_otherwise_without_loading_the_transformer_again(tmp_path):
+    pipeline = load()
+    text, picture = (
+        pipeline.encode_text("red", progress=ignore_progress),
+        pipeline.decode(latent(), progress=ignore_progress),
+    )
+    transformer, components = pipeline.transformer, pipeline._components
+    encoder, vae = components.text_encoder, components.autoencoder
+
+    def use(**chosen: Any) -> None:
+        pipeline.use_parts(ModelSettings(model="tiny-shapes", **chosen))
+
+    use(vae=str(write_vae(tmp_path)))
+    assert components.text_encoder is encoder and components.autoencoder is None
+    assert not torch.equal(pipeline.decode(latent(), progress=ignore_progress), picture)
+    with pytest.raises(Refused, match="no such VAE"):
+        use(vae=str(tmp_path / "gone"))
+    assert components.autoencoder is not None
+    use(memory=MemorySettings(text_encoder_device="on-demand"))
+    assert components.text_encoder is None and next(encoder.model.parameters()).is_meta
+    assert torch.equal(pipeline.encode_text("red", progress=ignore_progress).embedding, text.embedding)
+    assert torch.equal(pipeline.decode(latent(), progress=ignore_progress), picture)
+    assert components.text_encoder is None and components.autoencoder is not vae and pipeline.transformer is transformer
+
+
+def write_vae(folder: Path) -> Path:
+    """That of tiny-shapes, other in its last bias."""
+    shutil.copytree(MODEL_FOLDER / "vae", folder / "vae")
+    file = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in sorted(tensors) if name.endswith("conv_out.bias"))
+    save_file(tensors | {name: tensors[name] + 0.5}, file)
+    return folder / "vae"
+
+
+def parts_of(mesh: Mesh, folder: Path) -> dict[str, torch.Tensor]:
+    """Of a rank: the bytes that it asks room for by three prompts, two of them the same, and as many pictures; what its two
+    parts take then; and whether every weight of its VAE is what the first rank makes of it.
+    """
+    asked, prompts = [], RememberedPrompts(0 if mesh.rank else 1 << 26)
+    settings, place = (
+        ModelSettings(model="tiny-shapes"),
+        {"mesh": mesh, "progress": ignore_progress, "prompts": prompts},
+    )
+    pipeline = Pipeline.load(settings, make_room=lambda needed: asked.append(needed.host), **place)
+    asked.clear()
+    for text in ("red", "red", "blue"):
+        pipeline.encode_text(text, progress=ignore_progress)
+        pipeline.decode(latent(), progress=ignore_progress)
+    encoder, vae = pipeline._components.text_encoder, pipeline._components.autoencoder.model
+    held = [weigh([part]).host for part in (encoder.model if encoder else torch.nn.Module(), vae)]
+    if mesh.world > 1:
+        dist.barrier()
+        for weight in vae.parameters() if mesh.rank == 0 else ():
+            weight.data.fill_(7.0)
+        dist.barrier()
+    shared = all(bool((weight == 7.0).all()) for weight in vae.parameters())
+    return {"asked": torch.tensor(asked), "held": torch.tensor(held), "shared": torch.tensor(shared)}
+
+
+def test_room_is_asked_for_once_before_a_part_is_read_and_ranks_hold_a_vae_in_host_memory_once(tmp_path):
+    alone = parts_of(Mesh.single(), tmp_path)
+    assert alone["asked"].tolist() == alone["held"].tolist() and min(alone["held"]) > 1 << 20
+    first, second = run_as_processes("tests.test_components:parts_of", {"cfg": 2}, tmp_path)
+    encoder, vae = alone["held"].tolist()
+    assert first["asked"].tolist() == [encoder, vae] and second["asked"].tolist() == [0, vae]
+    assert first["shared"] and second["shared"] and second["held"][0] == 0
 
 
 @pytest.mark.parametrize("place", PLACES)

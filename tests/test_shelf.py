@@ -11,7 +11,7 @@ import torch
 from runtime import shelf as shelf_module
 from runtime.mesh import Mesh
 from runtime.rank_settings import KeepSettings, limit_of
-from runtime.settings import LoraSettings, ModelSettings, ParallelSettings
+from runtime.settings import LoraSettings, MemorySettings, ModelSettings, ParallelSettings
 from runtime.shelf import Shelf
 from runtime.weighing import Bytes, weigh
 from tests.ranks import run_as_threads
@@ -30,6 +30,7 @@ def shelf_of(keep: KeepSettings, mesh: Mesh = Mesh.single()) -> Shelf:
 def put(shelf: Shelf, name: str, size: int, *, device: int = 0, mesh: Mesh = Mesh.single()) -> None:
     """Load a model of so many MiB, as a pipeline would."""
     held = Bytes(device=device * MIB, host=size * MIB)
+    assert shelf.take(model(name, mesh.world), mesh=mesh) is None
     shelf.make_room(held, mesh=mesh)
     shelf.put(model(name, mesh.world), SimpleNamespace(held=held, changed=""))
 
@@ -55,6 +56,21 @@ def test_models_stay_until_the_limit_and_the_one_used_longest_ago_makes_room():
     assert names(shelf) == "f"  # what is in use is kept whatever it takes
     put(shelf, "g", 1)
     assert names(shelf) == "g"
+
+
+def test_a_part_of_the_model_in_use_has_others_make_room_and_never_that_model_itself():
+    shelf = shelf_of(KeepSettings(host="100MB"))
+    for name in "abc":
+        put(shelf, name, 30)
+    shelf.make_room(Bytes(host=10 * MIB), mesh=Mesh.single())
+    assert names(shelf) == "abc"
+    shelf.make_room(Bytes(host=30 * MIB), mesh=Mesh.single())
+    assert names(shelf) == "bc"
+    shelf.make_room(Bytes(host=500 * MIB), mesh=Mesh.single())
+    assert names(shelf) == "c"
+    shelf._pipelines[model("c")].changed = "c has been written to"  # the next prompt will see
+    shelf.make_room(Bytes(host=500 * MIB), mesh=Mesh.single())
+    assert names(shelf) == "c"
 
 
 @pytest.mark.parametrize(
@@ -112,9 +128,10 @@ def test_what_ranks_hold_once_counts_once_and_what_each_has_of_its_own_for_each(
         shelf = shelf_of(KeepSettings(host="50MB"), mesh)
         for name in "abcd":
             held = Bytes(host=15 * MIB)
+            loaded = ModelSettings(model=name, parallel=ParallelSettings(devices=f"cpu:{mesh.world}", **degrees))
+            assert shelf.take(loaded, mesh=mesh) is None
             shelf.make_room(held, mesh=mesh)
-            parallel = ParallelSettings(devices=f"cpu:{mesh.world}", **degrees)
-            shelf.put(ModelSettings(model=name, parallel=parallel), SimpleNamespace(held=held, changed=""))
+            shelf.put(loaded, SimpleNamespace(held=held, changed=""))
         return names(shelf)
 
     assert set(run_as_threads(degrees, work)) == {kept}
@@ -177,19 +194,17 @@ def test_others_keep_what_the_first_rank_has():
     assert names(shelf) == "ac"
 
 
-def test_loras_and_plan_are_not_part_of_what_is_loaded_and_the_rest_is():
-    plain = ModelSettings(model="a")
-    same = {"loras": (LoraSettings(path="/x"),), "parallel": ParallelSettings(devices="cpu:2")}
-    assert ModelSettings(model="a", **same).weights == plain.weights
-    assert (
-        len(
-            {
-                ModelSettings(model="a", **other).weights
-                for other in ({}, {"dtype": "bf16"}, {"vae": "/v"}, {"stamp": "1"})
-            }
-        )
-        == 4
-    )
+def test_what_comes_later_is_not_part_of_what_is_loaded_and_the_rest_is():
+    later = {
+        "loras": (LoraSettings(path="/x"),),
+        "parallel": ParallelSettings(devices="cpu:2"),
+        "memory": MemorySettings(text_encoder_device="cpu", vae_device="on-demand"),
+        "tokenizers": "/comfy",
+        **dict.fromkeys(("text_encoder", "text_encoder_2", "text_encoder_3", "vae"), "/part"),
+    }
+    assert ModelSettings(model="a", **later).weights == ModelSettings(model="a").weights
+    others = {}, {"dtype": "bf16"}, {"quant": "fp8"}, {"stamp": "1"}, {"memory": MemorySettings(offload="disk")}
+    assert len({ModelSettings(model="a", **other).weights for other in others}) == len(others)
 
 
 @pytest.mark.parametrize(

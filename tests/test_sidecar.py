@@ -27,7 +27,7 @@ from runtime.protocol import (
     Progress,
     Sampled,
 )
-from runtime.settings import LoraSettings, ModelSettings
+from runtime.settings import LoraSettings, MemorySettings, ModelSettings
 from tests.sidecars import (
     FAKE_SERVER,
     fake_sidecar,
@@ -102,6 +102,19 @@ def test_other_loras_load_nothing_and_are_told_of_once_by_the_first_rank(sidecar
         assert [each.text for each in events if isinstance(each, Notice)] == [f"/loras/style.safetensors at {strength}"]
         assert isinstance(events[-1], Sampled)
     assert not [line for line in lines if "loaded" in line]
+
+
+def test_other_parts_elsewhere_load_no_model_and_are_refused_where_they_are_not(sidecar):
+    request = sample("fake-parts", ranks=2)
+    run(sidecar, request)
+    for other in ({"vae": "/other"}, {"memory": MemorySettings(text_encoder_device="cpu", vae_device="on-demand")}):
+        model = request.model.model_copy(update=other)
+        events = run(sidecar, request.model_copy(update={"model": model, "job": uuid.uuid4().hex}))
+        assert isinstance(events[-1], Sampled) and not steps_of(events, "loading")
+    bad = request.model.model_copy(update={"vae": "bad"})
+    with pytest.raises(ValueError, match="no such VAE"):
+        run(sidecar, request.model_copy(update={"model": bad, "job": uuid.uuid4().hex}))
+    assert not steps_of(run(sidecar, sample("fake-parts", ranks=2)), "loading")
 
 
 def test_another_model_is_loaded_by_the_same_ranks(sidecar):

@@ -54,6 +54,16 @@ def sharing(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return group if can else None
 
 
+def hold_once(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Have one copy of a model that every rank of the group has read whole, where they can map each other's memory; all
+    ranks call it together.
+    """
+    group = sharing(group)
+    if group is not None:
+        names = [name for name, _ in model.named_parameters()]
+        share_parameters(model, names[dist.get_rank(group) :: dist.get_world_size(group)], group=group)
+
+
 def share_parameters(model: nn.Module, names: Sequence[str], *, group: dist.ProcessGroup | None) -> None:
     """Move the parameters of these names as `share` does."""
     share(names, get=model.get_parameter, put=partial(_put, model), group=group)
