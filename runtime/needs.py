@@ -194,13 +194,19 @@ class Needs:
         own = held.slots + loras.beside + loras.files + self.activation_bytes(degrees)
         return (held.made + loras.folded) * degrees.tensor + own * degrees.product
 
+    def _waiting(self, tensor: int) -> str:
+        """What is in host memory beside a GPU, in words."""
+        taken, _ = self._loras(tensor)
+        kinds = {"blocks that wait": self._held(tensor).streamed, "LoRAs": taken.files}
+        return " and ".join(name for name, nbytes in kinds.items() if nbytes)
+
     def lack(self, degrees: Degrees) -> str:
         """Which memory is too small, in words, as far as that is known; empty when there is enough."""
         peak, host, there = self.peak_bytes(degrees), self.host_bytes(degrees), self.host
         if 0 < self.memory < peak:
             return f"{', '.join(self.devices)} {'have' if self.devices[1:] else 'has'} {in_units(self.memory)}"
         if there.free is not None and there.free < host:
-            what = "that is" if self.on_host else "blocks that wait take"
+            what = "that is" if self.on_host else f"{self._waiting(degrees.tensor)} take"
             return f"{what} {in_units(host)} of host memory in all, and {in_units(there.free)} are free"
         if self.on_host and there.address_space is not None and there.address_space < peak:
             return f"a process may map {in_units(there.address_space)} at most (ulimit -v)"

@@ -11,6 +11,13 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from runtime.mesh import Mesh
+from runtime.pipeline import Pipeline
+from runtime.progress import ignore_progress
+from runtime.protocol import Sample
+from runtime.settings import ModelSettings
+from tests.ranks import run_as_threads
+
 
 class LiveBytes(TorchDispatchMode):
     """While it is entered, `peak` is the most that tensors made meanwhile take at one time; views count once, and what the collectives
@@ -42,6 +49,19 @@ class LiveBytes(TorchDispatchMode):
     @staticmethod
     def _key(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
+
+
+def bytes_of_ranks(settings: ModelSettings, degrees: dict[str, int], request: Sample) -> tuple[int, int]:
+    """What the rank that has most holds in host memory, and the most that tensors made in a run take beside that."""
+
+    def run(mesh: Mesh) -> tuple[int, int]:
+        pipeline = Pipeline.load(settings, mesh=mesh, progress=ignore_progress)
+        with LiveBytes() as live:
+            pipeline.sample(request, progress=ignore_progress)
+        return pipeline.held.host, live.peak
+
+    measured = run_as_threads(degrees, run) if degrees else [run(Mesh.single())]
+    return tuple(max(each) for each in zip(*measured, strict=True))
 
 
 def _inside(path: str) -> bool:

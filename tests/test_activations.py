@@ -11,14 +11,11 @@ from runtime.activations import activation_bytes
 from runtime.degrees import Degrees
 from runtime.families import FAMILIES
 from runtime.inspection import inspect_model
-from runtime.mesh import Mesh
-from runtime.pipeline import Pipeline
-from runtime.progress import ignore_progress
 from runtime.protocol import Conditioning, Sample
 from runtime.settings import ModelSettings
 from runtime.workload import Workload
-from tests.live_bytes import LiveBytes
-from tests.ranks import Case, family_case, run_as_threads, sample_request
+from tests.live_bytes import bytes_of_ranks
+from tests.ranks import Case, family_case, sample_request
 
 NEAR = 0.15
 PLANS = ({}, {"tensor": 2}, {"ulysses": 2})
@@ -35,15 +32,8 @@ MORE_PLANS = (
 
 def measured(case: Case, degrees: dict[str, int], request: Sample | None = None) -> int:
     """The most bytes of tensors that the rank which holds most makes in a step, beside its weights."""
-    settings, request = ModelSettings(model=case.model, dtype=case.dtype), request or sample_request(case)
-
-    def run(mesh: Mesh) -> int:
-        pipeline = Pipeline.load(settings, mesh=mesh, progress=ignore_progress)
-        with LiveBytes() as live:
-            pipeline.sample(request, progress=ignore_progress)
-        return live.peak
-
-    return max(run_as_threads(degrees, run)) if degrees else run(Mesh.single())
+    settings = ModelSettings(model=case.model, dtype=case.dtype)
+    return bytes_of_ranks(settings, degrees, request or sample_request(case))[1]
 
 
 def off_by(

@@ -15,15 +15,12 @@ from runtime.degrees import Degrees
 from runtime.host_memory import HostMemory
 from runtime.inspection import inspect_model
 from runtime.machine import CudaDevice, Machine
-from runtime.mesh import Mesh
 from runtime.needs import Needs
-from runtime.pipeline import Pipeline
 from runtime.plan import PlanRefused, make_plan, plan_model
-from runtime.progress import ignore_progress
 from runtime.settings import MemorySettings, ModelSettings, ParallelSettings
 from runtime.workload import Workload
-from tests.live_bytes import LiveBytes
-from tests.ranks import Case, run_as_threads, sample_request
+from tests.live_bytes import bytes_of_ranks
+from tests.ranks import Case, sample_request
 from tests.test_arrows import ROOT
 from tests.test_offload_matrix import KINDS, LATENTS, Models
 from tests.test_offload_matrix import models as models  # a fixture
@@ -56,21 +53,12 @@ def bytes_off_by(models: Models, way: str, kind: str, degrees: dict[str, int]) -
     quant = {"fp8": "fp8", "svdquant": "svdquant-int4"}.get(kind, "none")
     settings = ModelSettings(model=str(model), dtype="fp32", quant=quant, memory=WAYS[way])
     latent = (2, *LATENTS[models.family][1:-2], 40, 48)
-
-    def run(mesh: Mesh) -> tuple[int, int]:
-        pipeline = Pipeline.load(settings, mesh=mesh, progress=ignore_progress)
-        case = Case(model=str(model), family=models.family, latent=latent, prompts=(20, 20), steps=1, padded=False)
-        request = sample_request(case)
-        with LiveBytes() as live:
-            pipeline.sample(request, progress=ignore_progress)
-        return pipeline.held.host, pipeline.held.host + live.peak
-
-    measured = run_as_threads(degrees, run) if degrees else [run(Mesh.single())]
-    parallel = ParallelSettings(devices=f"cpu:{len(measured)}", **degrees)
+    case = Case(model=str(model), family=models.family, latent=latent, prompts=(20, 20), steps=1, padded=False)
+    held, work = bytes_of_ranks(settings, degrees, sample_request(case))
+    parallel = ParallelSettings(devices=f"cpu:{Degrees(**degrees).product}", **degrees)
     machine = replace(Machine.here(), cuda=())
     plan = plan_model(settings.model_copy(update={"parallel": parallel}), machine, workload=Workload(latent, 20, 2))
-    weights, peak = (max(each) for each in zip(*measured, strict=True))
-    errors = plan.bytes_per_rank / weights - 1, plan.peak_bytes / peak - 1
+    errors = plan.bytes_per_rank / held - 1, plan.peak_bytes / (held + work) - 1
     print(f"{models.family} {kind} {way} {degrees}: weights {errors[0]:+.1%}, peak {errors[1]:+.1%}")
     return errors
 

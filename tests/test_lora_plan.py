@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from runtime.degrees import Degrees
+from runtime.families import FAMILIES
+from runtime.host_memory import HostMemory
 from runtime.inspection import inspect_model
 from runtime.machine import CudaDevice, Machine
-from runtime.mesh import Mesh
-from runtime.pipeline import Pipeline
-from runtime.plan import plan_model
-from runtime.progress import ignore_progress
+from runtime.plan import PlanRefused, plan_model
 from runtime.settings import LoraSettings, MemorySettings, ModelSettings, ParallelSettings
 from runtime.workload import Workload
 from tests.gguf_files import write_wan
-from tests.live_bytes import LiveBytes
+from tests.live_bytes import bytes_of_ranks
 from tests.lora_files import Draw, differences, dora, kohya, loha, lokr, write
-from tests.ranks import Case, run_as_threads, sample_request
+from tests.ranks import Case, sample_request
 
 NEAR, HELD = 0.15, 0.03
 FORMS = {
@@ -70,24 +70,15 @@ def loras_of(form: str, model: str, path: Path, *, count: int = 1, fuse: bool = 
 
 
 def off_by(
-    settings: ModelSettings, degrees: dict[str, int], *, latent: tuple[int, ...] = LATENT
+    settings: ModelSettings, degrees: dict[str, int], *, latent: tuple[int, ...] = LATENT, text: int = 20
 ) -> tuple[float, float]:
     """The relative errors of a plan's bytes of weights with LoRAs, and of what a step works with beside them."""
-
-    def run(mesh: Mesh) -> tuple[int, int]:
-        pipeline = Pipeline.load(settings, mesh=mesh, progress=ignore_progress)
-        case = Case(model=settings.model, family=family, latent=latent, prompts=(20, 20), steps=1, padded=False)
-        request = sample_request(case)
-        with LiveBytes() as live:
-            pipeline.sample(request, progress=ignore_progress)
-        return pipeline.held.host, live.peak
-
     family = inspect_model(settings.model).family
-    measured = run_as_threads(degrees, run) if degrees else [run(Mesh.single())]
-    parallel = ParallelSettings(devices=f"cpu:{len(measured)}", **degrees)
-    machine = replace(Machine.here(), cuda=())
-    plan = plan_model(settings.model_copy(update={"parallel": parallel}), machine, workload=Workload(latent, 20, 2))
-    held, work = (max(each) for each in zip(*measured, strict=True))
+    case = Case(model=settings.model, family=family, latent=latent, prompts=(text, text), steps=1, padded=False)
+    held, work = bytes_of_ranks(settings, degrees, sample_request(case))
+    parallel = ParallelSettings(devices=f"cpu:{Degrees(**degrees).product}", **degrees)
+    machine, load = replace(Machine.here(), cuda=()), Workload(latent, text, 2)
+    plan = plan_model(settings.model_copy(update={"parallel": parallel}), machine, workload=load)
     errors = plan.bytes_per_rank / held - 1, plan.activation_bytes / work - 1
     print(f"{family} {settings.quant} {settings.dtype} {degrees}: weights {errors[0]:+.2%}, step {errors[1]:+.1%}")
     return errors
@@ -128,6 +119,18 @@ def test_also_in_half_the_bits_and_two_at_once(way, form, gguf_file, tmp_path):
         assert abs(work) < NEAR and (way == GGUF or abs(held) < HELD)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("quant", ["fp8", "none"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_also_in_every_family(family, quant, tmp_path):
+    spec, model = FAMILIES[family], f"random:{family}"
+    memory, loras = MemorySettings() if quant == "fp8" else LAYERWISE, loras_of("DoRA by row", model, tmp_path)
+    settings = ModelSettings(model=model, dtype="fp32", quant=quant, memory=memory, loras=loras)
+    latent = (1, spec.latent.channels, *(1,) * (spec.latent.dims - 2), 8, 8)
+    held, work = off_by(settings, {}, latent=latent, text=spec.text_length if spec.picture_tokens else 20)
+    assert abs(held) < HELD and abs(work) < NEAR
+
+
 def test_weights_with_something_folded_in_are_there_twice(gguf_file, tmp_path):
     settings = settings_of("none", "fp32", gguf_file, form="pair", path=tmp_path, fuse=True)
     assert abs(off_by(settings, {})[0]) < HELD
@@ -147,3 +150,5 @@ def test_on_a_gpu_files_are_in_host_memory_too(tmp_path):
     machine = replace(Machine.here(), cuda=(CudaDevice("GPU", 80 << 10),))
     plan, without = (plan_model(each, machine) for each in (model, model.model_copy(update={"loras": ()})))
     assert plan.host_bytes == plan.bytes_per_rank - without.bytes_per_rank > 0
+    with pytest.raises(PlanRefused, match=r"but LoRAs take .* of host memory in all, and 1\.0 KiB are free"):
+        plan_model(model, replace(machine, host=HostMemory(free=1 << 10)))

@@ -11,11 +11,8 @@ from runtime.degrees import Degrees
 from runtime.families import FAMILIES
 from runtime.inspection import inspect_model
 from runtime.machine import CudaDevice, Machine
-from runtime.mesh import Mesh
 from runtime.parallel.shares import WHOLE
-from runtime.pipeline import Pipeline
 from runtime.plan import make_plan
-from runtime.progress import ignore_progress
 from runtime.quant import CORES
 from runtime.quant.svdquant import core as four_bit
 from runtime.settings import ModelSettings, ParallelSettings
@@ -23,8 +20,8 @@ from runtime.stored import BLOCKS, FP8, SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, S
 from runtime.temporaries import call_bytes
 from runtime.workload import Workload
 from tests.gguf_files import write_wan
-from tests.live_bytes import LiveBytes
-from tests.ranks import Case, family_case, run_as_threads, sample_request
+from tests.live_bytes import LiveBytes, bytes_of_ranks
+from tests.ranks import Case, family_case, sample_request
 
 FOUR_BITS = (SVDQUANT_INT4, SVDQUANT_INT4_UNSIGNED, SVDQUANT_NVFP4)
 SHAPES = ((512, 128), (128, 512), (100, 200), (640, 256))
@@ -72,14 +69,7 @@ def test_of_a_large_weight_some_rows_are_unpacked_at_a_time(monkeypatch):
 def step_off_by(case: Case, degrees: dict[str, int], quant: str = "none") -> float:
     """The relative error of the estimate for a step."""
     settings, request = ModelSettings(model=case.model, dtype=case.dtype, quant=quant), sample_request(case)
-
-    def run(mesh: Mesh) -> int:
-        pipeline = Pipeline.load(settings, mesh=mesh, progress=ignore_progress)
-        with LiveBytes() as live:
-            pipeline.sample(request, progress=ignore_progress)
-        return live.peak
-
-    measured = max(run_as_threads(degrees, run)) if degrees else run(Mesh.single())
+    _, measured = bytes_of_ranks(settings, degrees, request)
     facts = inspect_model(case.model, quant=quant)
     estimated = activation_bytes(facts, Degrees(**degrees), Workload.of(request), dtype=case.dtype)
     print(f"{case.model} {quant} {degrees} {case.dtype}: {estimated / measured - 1:+.1%}")
