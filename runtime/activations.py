@@ -173,10 +173,15 @@ class _Linear(NamedTuple):
 
 
 def _linears(facts: ModelFacts, tensor: int, kernels: str, changes: WorkedOut) -> list[_Linear]:
-    """Those that differ: blocks of one list have the same ones, but for what changes them."""
+    """Those that differ: most blocks of one list have the same ones, but for what changes them."""
     held = {name: facts.stored.get(name, Stored()) for name in (*facts.stored, *changes)}
     alike = {
-        (re.sub(r"\.\d+\.", ".0.", name, count=1), stored.kind, len(changes.get(name, ()))): name
+        (
+            re.sub(r"\.\d+\.", ".0.", name, count=1),
+            facts.shapes[f"{name}.weight"],
+            stored.kind,
+            len(changes.get(name, ())),
+        ): name
         for name, stored in held.items()
         if f"{name}.weight" in facts.shapes
     }
@@ -208,7 +213,7 @@ def _at_call(linear: _Linear, facts: ModelFacts, tensor: int, items: int, image:
     elif linear.place == "last":
         moment = form.last or replace(form.mlp, hidden=form.mlp.hidden - 1)
     else:
-        moment = replace(form.mlp, hidden=form.mlp.hidden > GELU)
+        moment = form.first or replace(form.mlp, hidden=form.mlp.hidden > GELU)
     held = _moment(moment, facts, tensor, image, text, size)
     call = linear.stored, linear.shape, items * tokens, size
     return items * held + max(call_bytes(*call), _changed(*call, changes=linear.changes))

@@ -175,7 +175,10 @@ FLUX2 = FamilySpec(
     latent=LATENT,
     vae_class="AutoencoderKLFlux2",
     activations=Activations(
-        mlp=Moment(3, cut=9, hidden=1), attention=Moment(2, hidden=1), last=Moment(2, cut=9, hidden=1)
+        mlp=Moment(3, cut=9, hidden=1),
+        attention=Moment(2, hidden=1),
+        first=Moment(3),
+        last=Moment(2, cut=9, hidden=1),
     ),
     text_length=512,
     tiny=TINY,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -75,10 +75,21 @@ def added_by(loras: Iterable[LoraSettings], facts: ModelFacts) -> tuple[tuple[Ad
 
 
 def lora_bytes(
-    facts: ModelFacts, added: Iterable[Added], streamed: Collection[str], *, dtype: str, tensor: int, on_host: bool
+    facts: ModelFacts, added: Sequence[Added], streamed: Collection[str], *, dtype: str, tensor: int, on_host: bool
 ) -> LoraBytes:
     """What they take of the rank that holds most of an expert, whose blocks `streamed` come in for each run."""
-    return sum((_bytes_of(facts, each, streamed, dtype, tensor, on_host) for each in added), LoraBytes())
+    rewritten = {each.name for each in added if each.is_folded and _folds(facts, each.name, streamed)}
+    folded = sum(
+        round(math.prod(_local(facts, name, tensor))) * _number_bytes(facts, name, dtype) for name in rewritten
+    )
+    beside = files = 0
+    for each in added:
+        pair = each.rank * round(sum(_local(facts, each.name, tensor))) * _number_bytes(facts, each.name, dtype)
+        is_gone = each.is_folded and each.name in rewritten
+        is_moved = not on_host and facts.spec.block_of(each.name) not in streamed
+        files += pair or each.nbytes
+        beside += (pair or each.nbytes * is_moved) * (not is_gone)
+    return LoraBytes(beside, files, folded)
 
 
 def worked_out(facts: ModelFacts, added: Iterable[Added], streamed: Collection[str]) -> WorkedOut:
@@ -90,17 +101,14 @@ def worked_out(facts: ModelFacts, added: Iterable[Added], streamed: Collection[s
     return found
 
 
-def _bytes_of(
-    facts: ModelFacts, added: Added, streamed: Collection[str], dtype: str, tensor: int, on_host: bool
-) -> LoraBytes:
-    plain = FLOAT32_BYTES if facts.spec.stays_float32(added.name) else DTYPE_BYTES[dtype]
-    shape = facts.shapes[added.name]
-    local = local_shape(facts, added.name.removesuffix(WEIGHT), tensor) if len(shape) == 2 else (math.prod(shape), 1)
-    files = added.rank * round(sum(local)) * plain or added.nbytes
-    if added.is_folded and _folds(facts, added.name, streamed):
-        return LoraBytes(files=files, folded=round(math.prod(local)) * plain)
-    stays = added.rank or (not on_host and facts.spec.block_of(added.name) not in streamed)
-    return LoraBytes(beside=files if stays else 0, files=files)
+def _local(facts: ModelFacts, name: str, tensor: int) -> tuple[float, float]:
+    """The shape of a weight on the rank that has most of it, what is in the kernel of a convolution taken together."""
+    out, *into = facts.shapes[name]
+    return local_shape(facts, name.removesuffix(WEIGHT), tensor) if len(into) == 1 else (out, math.prod(into))
+
+
+def _number_bytes(facts: ModelFacts, name: str, dtype: str) -> int:
+    return FLOAT32_BYTES if facts.spec.stays_float32(name) else DTYPE_BYTES[dtype]
 
 
 def _folds(facts: ModelFacts, name: str, streamed: Collection[str]) -> bool:
