@@ -156,7 +156,7 @@ class Needs:
         """
         return not self.memory or self._on_device(tensor) <= WEIGHTS_SHARE * self.memory
 
-    def _crowded(self, tensor: int) -> int:
+    def crowded(self, tensor: int) -> int:
         """How little room the weights leave: 0 where they fit, 1 where the memory just holds them, 2 where it does not."""
         return 0 if self.fits(tensor) else 1 + (self._on_device(tensor) > self.memory)
 
@@ -224,7 +224,7 @@ class Needs:
         """
         listed = (Degrees(*sizes) for sizes in factored(count, [fixed.get(axis, 0) for axis in vars(Degrees())]))
         found = [degrees for degrees in listed if "cfg" in fixed or degrees.cfg <= branches]
-        crowded = {tensor: self._crowded(tensor) for tensor in {degrees.tensor for degrees in found}}
+        crowded = {tensor: self.crowded(tensor) for tensor in {degrees.tensor for degrees in found}}
 
         def cost(degrees: Degrees) -> tuple:
             uneven = self.facts.heads % (degrees.ulysses * degrees.tensor) > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .comparison import tolerance_for
@@ -17,6 +17,7 @@ from .lora.size import Added, added_by
 from .machine import Machine
 from .needs import MOST_BRANCHES, USUAL_BRANCHES, Needs
 from .parts import check_offload, check_parts
+from .plan_devices import devices_of, kind_of, missing_gpus, on_gpus_of_use, usable_gpus
 from .protocol import Sample, Work
 from .reason import reason_of
 from .settings import AXES, MAX_DEGREE, MemorySettings, ModelSettings, ParallelSettings, formula
@@ -130,10 +131,13 @@ def make_plan(
     A `workload` only rules out degrees that would leave ranks idle: all other requests of one graph have the same plan.
     """
     holding = Holding(dtype, offload, workload and workload.sampled_as(facts.spec.latent), added)
+    weights = replace(holding, workload=None, added=())
+    asked = parallel
+    parallel = on_gpus_of_use(parallel, machine, lambda devices: _needs(facts, machine, devices, weights))
     problem = _problem(parallel, facts, machine, holding)
     if problem:
         raise PlanRefused(problem, nearest=_nearest(parallel, facts, machine, holding))
-    devices = _devices(parallel, machine)
+    devices = devices_of(parallel, machine)
     needs = _needs(facts, machine, devices, holding)
     chosen = needs.choices(len(devices), parallel.set_degrees)[0]
     if lack := needs.lack(chosen):
@@ -143,7 +147,7 @@ def make_plan(
     return Plan(
         **vars(chosen),
         devices=devices,
-        reason=reason_of(parallel, needs, machine, devices, chosen),
+        reason=reason_of(asked, needs, machine, devices, chosen),
         bytes_per_rank=needs.bytes_per_rank(chosen.tensor),
         activation_bytes=needs.activation_bytes(chosen),
         host_bytes=needs.host_bytes(chosen),
@@ -168,9 +172,9 @@ def _problem(parallel: ParallelSettings, facts: ModelFacts, machine: Machine, ho
     wrong = Needs(facts, workload=holding.workload).problem(parallel.set_degrees)
     if wrong:
         return wrong
-    if _kind(parallel, machine) == "cuda" and (missing := _missing_gpus(parallel, machine)):
+    if kind_of(parallel, machine) == "cuda" and (missing := missing_gpus(parallel, machine)):
         return missing
-    devices = _devices(parallel, machine)
+    devices = devices_of(parallel, machine)
     if devices[0] != "cpu" and len(devices) > 1 and not machine.has_nccl:
         return (
             f"{len(devices)} GPUs talk to each other through NCCL, which torch has on Linux alone: run ComfyUI there (on "
@@ -203,36 +207,6 @@ def _too_large(needs: Needs, degrees: Degrees, lack: str) -> str:
     )
 
 
-def _kind(parallel: ParallelSettings, machine: Machine) -> str:
-    if parallel.devices == "auto":
-        return "cuda" if machine.cuda else "cpu"
-    return parallel.devices.partition(":")[0]
-
-
-def _missing_gpus(parallel: ParallelSettings, machine: Machine) -> str:
-    present = len(machine.cuda)
-    has = f"this machine has {present or 'no'} GPU{'s'[: present != 1]}{machine.because}"
-    if parallel.devices == "auto":
-        needed = parallel.product
-        return f"{_formula(parallel)} = {needed} needs {needed} GPUs, but {has}" if needed > present else ""
-    missing = [f"cuda:{number}" for number in _numbers(parallel) if number >= present]
-    return f"{', '.join(missing)} {'are' if missing[1:] else 'is'} not there: {has}" if missing else ""
-
-
-def _numbers(parallel: ParallelSettings) -> list[int]:
-    return [int(number) for number in parallel.devices.removeprefix("cuda:").split(",")]
-
-
-def _devices(parallel: ParallelSettings, machine: Machine) -> tuple[str, ...]:
-    """The device of each rank. On auto with no degree set that is every GPU of use: a ring takes any number."""
-    cpu, count = _kind(parallel, machine) == "cpu", parallel.product
-    if parallel.devices != "auto":
-        return ("cpu",) * parallel.device_count if cpu else tuple(f"cuda:{number}" for number in _numbers(parallel))
-    if not parallel.set_degrees:
-        count = max(machine.most_gpus, 1)
-    return ("cpu",) * count if cpu else tuple(f"cuda:{number}" for number in range(count))
-
-
 # The way out --------------------------------------------------------------------------------------------------------
 
 
@@ -242,8 +216,8 @@ def _nearest(
     """Settings with a plan: as near as can be in the number of devices, then in the degrees that were set. On the processor
     that is no more ranks than are wanted, or than `most`.
     """
-    wanted = min(len(_devices(parallel, machine)), MAX_DEGREE)
-    usable = _usable_gpus(parallel, machine)
+    wanted = min(len(devices_of(parallel, machine)), MAX_DEGREE)
+    usable = usable_gpus(parallel, machine)
     largest = sorted(range(len(machine.cuda)), key=lambda number: -machine.cuda[number].memory_mib)
     lists = (usable, range(len(machine.cuda)), largest) if usable else ((),)
     for numbers in dict.fromkeys(map(tuple, lists)):
@@ -272,16 +246,6 @@ def _settings(parallel: ParallelSettings, devices: Sequence[str], degrees: Degre
     else:
         named = f"cuda:{','.join(device.removeprefix('cuda:') for device in devices)}"
     return ParallelSettings(devices=named, **vars(degrees))
-
-
-def _usable_gpus(parallel: ParallelSettings, machine: Machine) -> list[int]:
-    """The numbers of the GPUs a nearest plan may use first; none when it is to run on the processor."""
-    present = range(len(machine.cuda))
-    if _kind(parallel, machine) == "cpu" or not present:
-        return []
-    if parallel.devices == "auto":
-        return list(present)
-    return [number for number in _numbers(parallel) if number in present] or list(present)[:1]
 
 
 # In words -----------------------------------------------------------------------------------------------------------

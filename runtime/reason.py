@@ -47,6 +47,8 @@ def _devices_in_words(parallel: ParallelSettings, machine: Machine, devices: Seq
     plural = "s"[: count > 1]
     if parallel.devices != "auto" or parallel.set_degrees:
         return f"{count} rank{plural} on {'the CPU' if devices[0] == 'cpu' else ', '.join(devices)}"
+    if count < machine.most_gpus:
+        return f"{count} GPU{plural} of {len(machine.cuda)} ({', '.join(devices)}): with more of them the weights do not fit"
     if count < len(machine.cuda):
         return (
             f"{count} GPU of {len(machine.cuda)}: they talk to each other through NCCL, which torch has on Linux alone"

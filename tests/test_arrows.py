@@ -90,6 +90,7 @@ FACTS = (
     "needs",
     "gain",
     "reason",
+    "plan_devices",
     "plan",
 )
 """Read without torch, by the server as well."""

@@ -157,6 +157,32 @@ def test_weights_that_only_a_cut_holds_are_cut_though_little_is_left_beside_them
     assert not Needs(LARGE, memory=16 << 30).fits(2)
 
 
+@pytest.mark.parametrize(
+    ("gib", "has_nccl", "devices", "degrees"),
+    [
+        ((80, 2), True, "cuda:0", {}),
+        ((2, 80), True, "cuda:1", {}),
+        ((24, 2, 24), True, "cuda:0,2", {"tensor": 2}),
+        ((80, 80, 2, 80, 80), True, "cuda:0,1,3,4", {"cfg": 2, "ulysses": 2}),
+        ((2, 80), False, "cuda:1", {}),
+        ((16, 16, 2), True, "cuda:0,1", {"tensor": 2}),
+    ],
+)
+def test_a_gpu_that_is_too_small_beside_larger_ones_is_left_out(gib, has_nccl, devices, degrees):
+    machine = Machine(cuda=tuple(CudaDevice("GPU", size << 10) for size in gib), has_nccl=has_nccl)
+    plan = make_plan(ParallelSettings(), LARGE, machine)
+    assert f"cuda:{','.join(device.removeprefix('cuda:') for device in plan.devices)}" == devices
+    assert plan.degrees == {axis: degrees.get(axis, 1) for axis in AXES}
+    assert ("the weights do not fit" if has_nccl else "NCCL") in plan.reason
+    named = ParallelSettings(devices=devices, **plan.degrees)
+    assert make_plan(named, LARGE, machine).bytes_per_rank == plan.bytes_per_rank
+
+
+def test_where_all_gpus_are_too_small_the_refusal_is_about_all_of_them():
+    with pytest.raises(PlanRefused, match="cuda:0, cuda:1 have 4"):
+        make_plan(ParallelSettings(), LARGE, Machine(cuda=(CudaDevice("GPU", 4 << 10),) * 2))
+
+
 def test_a_plan_says_so_where_one_device_would_be_faster():
     assert "one GPU may be faster" in make_plan(ParallelSettings(), inspect_model("random:wan"), with_gpus(2)).reason
     assert "faster" not in make_plan(ParallelSettings(), LARGE, with_gpus(2)).reason
