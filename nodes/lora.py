@@ -32,44 +32,7 @@ class OutriggerLora(io.ComfyNode):
                     options=files.lora_choices(),
                     tooltip="A .safetensors file of models/loras, made for the model's family.",
                 ),
-                io.Float.Input(
-                    "strength_model",
-                    optional=True,
-                    default=1.0,
-                    min=-MAX_STRENGTH,
-                    max=MAX_STRENGTH,
-                    step=0.01,
-                    tooltip="How strongly the file counts. Negative takes away what it adds; 0 leaves it out.",
-                ),
-                advanced(
-                    io.Boolean.Input(
-                        "fuse",
-                        optional=True,
-                        default=False,
-                        tooltip=(
-                            "Folds the file into the weights, where they are plain: faster steps, but a changed strength "
-                            "takes longer. The picture is the same but for rounding."
-                        ),
-                    )
-                ),
-                io.Float.Input(
-                    "strength_clip",
-                    optional=True,
-                    force_input=True,
-                    tooltip=(
-                        "Another strength for the text encoder, in Outrigger Text Encode with this model. Unconnected: "
-                        "strength_model. Few files have such a part."
-                    ),
-                ),
-                advanced(
-                    io.Combo.Input(
-                        "expert",
-                        options=[BOTH_EXPERTS, *EXPERTS],
-                        optional=True,
-                        default=BOTH_EXPERTS,
-                        tooltip="Of a model of two experts (Wan 2.2 A14B), the one that the file is for.",
-                    )
-                ),
+                *_widgets(),
             ],
             outputs=[
                 Model.Output(
@@ -118,3 +81,47 @@ class OutriggerLora(io.ComfyNode):
 
 def _is_zero(strength: Any) -> bool:
     return isinstance(strength, (int, float)) and strength == 0
+
+
+def _widgets() -> list[io.Input]:
+    """How strongly the file counts, where, and whether it is folded in."""
+    return [
+        io.Float.Input(
+            "strength_model",
+            optional=True,
+            default=1.0,
+            min=-MAX_STRENGTH,
+            max=MAX_STRENGTH,
+            step=0.01,
+            tooltip="How strongly the file counts. Negative takes away what it adds; 0 leaves it out.",
+        ),
+        advanced(
+            io.Boolean.Input(
+                "fuse",
+                optional=True,
+                default=False,
+                tooltip=(
+                    "Folds the file into the weights, where they are plain: faster steps, but a changed strength "
+                    "takes longer. The picture is the same but for rounding."
+                ),
+            )
+        ),
+        io.Float.Input(
+            "strength_clip",
+            optional=True,
+            force_input=True,
+            tooltip=(
+                "Another strength for the text encoder, in Outrigger Text Encode with this model. Unconnected: "
+                "strength_model. Few files have such a part."
+            ),
+        ),
+        advanced(
+            io.Combo.Input(
+                "expert",
+                options=[BOTH_EXPERTS, *EXPERTS],
+                optional=True,
+                default=BOTH_EXPERTS,
+                tooltip="Of a model of two experts (Wan 2.2 A14B), the one that the file is for.",
+            )
+        ),
+    ]

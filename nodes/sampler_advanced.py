@@ -53,34 +53,7 @@ class OutriggerSamplerAdvanced(io.ComfyNode):
                     "noise", optional=True, tooltip="Noise of a noise node, in place of add_noise and noise_seed."
                 ),
                 *shift_widgets(),
-                io.Conditioning.Input(
-                    "middle",
-                    optional=True,
-                    tooltip=(
-                        "A prompt between positive and negative, as cond2 of DualCFGGuider: cfg is how far positive is moved "
-                        "away from it."
-                    ),
-                ),
-                guidance(
-                    "cfg_middle", "How far middle is moved away from negative. Without a middle prompt it does nothing."
-                ),
-                io.Conditioning.Input(
-                    "empty_conditioning",
-                    optional=True,
-                    tooltip=(
-                        "The empty prompt, as in PerpNegGuider: of negative only what has nothing to do with positive is "
-                        "then taken away."
-                    ),
-                ),
-                io.Float.Input(
-                    "neg_scale",
-                    optional=True,
-                    default=1.0,
-                    min=0.0,
-                    max=100.0,
-                    step=0.01,
-                    tooltip="How much of negative is taken away, as in PerpNegGuider. Without an empty_conditioning it does nothing.",
-                ),
+                *_third_prompts(),
             ],
             outputs=[
                 io.Latent.Output(
@@ -170,6 +143,38 @@ def _between(middle: Any, empty_conditioning: Any, display: NodeDisplay) -> tupl
         if value is not None:
             return prompt(value, name, display)
     return ()
+
+
+def _third_prompts() -> list[io.Input]:
+    """What DualCFGGuider and PerpNegGuider take beside positive and negative."""
+    return [
+        io.Conditioning.Input(
+            "middle",
+            optional=True,
+            tooltip=(
+                "A prompt between positive and negative, as cond2 of DualCFGGuider: cfg is how far positive is moved "
+                "away from it."
+            ),
+        ),
+        guidance("cfg_middle", "How far middle is moved away from negative. Without a middle prompt it does nothing."),
+        io.Conditioning.Input(
+            "empty_conditioning",
+            optional=True,
+            tooltip=(
+                "The empty prompt, as in PerpNegGuider: of negative only what has nothing to do with positive is "
+                "then taken away."
+            ),
+        ),
+        io.Float.Input(
+            "neg_scale",
+            optional=True,
+            default=1.0,
+            min=0.0,
+            max=100.0,
+            step=0.01,
+            tooltip="How much of negative is taken away, as in PerpNegGuider. Without an empty_conditioning it does nothing.",
+        ),
+    ]
 
 
 def _switch(name: str, default: str, tooltip: str) -> io.Input:
