@@ -24,6 +24,8 @@ from .workload import Workload
 
 USUAL_BRANCHES, MOST_BRANCHES = 2, 3
 """Of guidance: the positive and the negative prompt, and one between them where the Sampler (Advanced) is given one."""
+PROCESS = HostMemory(address_space=9 << 29, data=9 << 27)
+"""What a rank with nothing loaded takes of what bounds it, with torch and diffusers: seen on Linux with two cores."""
 WEIGHTS_SHARE = 0.8
 """So much of a GPU's memory may be weights; the rest is for what a step works with."""
 
@@ -208,11 +210,11 @@ class Needs:
         if there.free is not None and there.free < host:
             what = "that is" if self.on_host else f"{self._waiting(degrees.tensor)} take"
             return f"{what} {in_units(host)} of host memory in all, and {in_units(there.free)} are free"
-        if self.on_host and there.address_space is not None and there.address_space < peak:
-            return f"a process may map {in_units(there.address_space)} at most (ulimit -v)"
-        own = peak - self._held(degrees.tensor).mapped if degrees.product == 1 else self.activation_bytes(degrees)
-        if self.on_host and there.data is not None and there.data < own:
-            return f"a process may have {in_units(there.data)} of its own at most (ulimit -d)"
+        if self.on_host and there.address_space is not None and there.address_space < PROCESS.address_space + peak:
+            return f"a process may map {_of_which(there.address_space, 'v', PROCESS.address_space)}"
+        own = peak if degrees.product == 1 else self._held(degrees.tensor).mapped + self.activation_bytes(degrees)
+        if self.on_host and there.data is not None and there.data < PROCESS.data + own:
+            return f"a process may have of its own {_of_which(there.data, 'd', PROCESS.data)}"
         return ""
 
     def choices(self, count: int, fixed: Mapping[str, int], *, branches: int = USUAL_BRANCHES) -> list[Degrees]:
@@ -232,3 +234,8 @@ class Needs:
             return *weights, -degrees.cfg, uneven, -degrees.ulysses
 
         return sorted((degrees for degrees in found if not self.problem(vars(degrees))), key=cost)
+
+
+def _of_which(bound: int, letter: str, itself: int) -> str:
+    """A bound of a process, and what is taken of it before anything is loaded, in words."""
+    return f"{in_units(bound)} at most (ulimit -{letter}), of which torch and diffusers take about {in_units(itself)}"

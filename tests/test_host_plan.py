@@ -15,7 +15,7 @@ from runtime.degrees import Degrees
 from runtime.host_memory import HostMemory
 from runtime.inspection import inspect_model
 from runtime.machine import CudaDevice, Machine
-from runtime.needs import Needs
+from runtime.needs import PROCESS, Needs
 from runtime.plan import PlanRefused, make_plan, plan_model
 from runtime.settings import MemorySettings, ModelSettings, ParallelSettings
 from runtime.workload import Workload
@@ -124,12 +124,36 @@ def test_pages_of_a_file_need_no_room_and_what_is_made_of_them_does(models):
 def test_a_bound_of_each_process_is_kept_by_more_ranks_that_share():
     one = needs_of(1)
     peak = one.bytes_per_rank(1) + one.activation_bytes(Degrees())
-    for bound, words in (("address_space", "may map .* at most .ulimit -v"), ("data", "of its own at most .ulimit -d")):
-        machine = machine_with(free=64 * GIB, **{bound: peak - (1 << 20)})
+    for bound, words in (
+        ("address_space", "may map .* at most .ulimit -v"),
+        ("data", "of its own .* at most .ulimit -d"),
+    ):
+        itself = getattr(PROCESS, bound)
+        enough = machine_with(free=64 * GIB, **{bound: itself + peak})
+        assert make_plan(ParallelSettings(devices="cpu:1"), FACTS, enough, dtype="fp32", workload=LOAD).world == 1
+        machine = machine_with(free=64 * GIB, **{bound: itself + peak - (1 << 20)})
         with pytest.raises(PlanRefused, match=words) as refusal:
             make_plan(ParallelSettings(devices="cpu:1"), FACTS, machine, dtype="fp32", workload=LOAD)
         nearest = make_plan(refusal.value.nearest, FACTS, machine, dtype="fp32", workload=LOAD)
         assert 1 < nearest.world <= machine.cores and "The nearest plan that works" in str(refusal.value)
+
+
+def test_files_that_are_mapped_count_in_what_a_process_may_have_of_its_own(models):
+    """They are mapped to be written to, in copies of the process."""
+    facts = inspect_model(str(models.folder))
+    needs = Needs(facts, "fp32", devices=("cpu",), host=HostMemory(data=PROCESS.data + 1))
+    assert "ulimit -d" in needs.lack(Degrees()) and "ulimit -d" in needs.lack(Degrees(ulysses=2))
+    assert not replace(needs, host=HostMemory(data=PROCESS.data + needs.peak_bytes(Degrees()))).lack(Degrees())
+
+
+def test_no_plan_is_made_where_a_process_may_not_even_have_its_libraries():
+    """A rank with nothing loaded had 1.1 GiB of its own and mapped 4.4; with 0.95 and 3.8 it did not start."""
+    for bound, size in (("data", 1_000_000 << 10), ("address_space", 4_000_000 << 10)):
+        with pytest.raises(PlanRefused, match="torch and diffusers") as refusal:
+            make_plan(
+                ParallelSettings(), FACTS, machine_with(free=64 * GIB, **{bound: size}), dtype="fp32", workload=LOAD
+            )
+        assert refusal.value.nearest is None and refusal.value.smaller.latent is None
 
 
 def test_a_video_gets_fewer_frames_before_a_smaller_picture():
