@@ -39,8 +39,8 @@ ARRIVED = 3
 """Of those, while a ring follows."""
 RING, LONG_RING = 2, 4
 """Keys and values that come in; and those that go on, where there are more than two ranks."""
-MERGED = 3
-"""Outputs of a ring that are put together, in float32."""
+MERGED, OUTPUTS = 3, 2
+"""Outputs of a ring that are put together, in float32; and those of attention that they are made of, in fewer bits."""
 
 
 def activation_bytes(
@@ -113,8 +113,8 @@ def _latents(load: Workload, items: int, size: int) -> int:
 
 
 def _beside(facts: ModelFacts, load: Workload, call: Call, entries: Sequence[Prompt], size: int) -> int:
-    """Bytes of what stands beside the latent: as each entry is read, joined for the calls of these, in what the model takes."""
-    read = load.entries_read * math.prod(load.latent[2:])
+    """Bytes of what stands beside the latent: as each of these is read, joined for their calls, in what the model takes."""
+    read = sum(not entry.again for entry in entries) * math.prod(load.latent[2:])
     joined = sum(math.prod(load.dims_of(entry.area)) for entry in entries)
     taken = call.count * math.prod(call.dims)
     return load.batch * (read + joined + taken) * _channels_beside(facts) * size
@@ -157,7 +157,10 @@ def _sharing(degrees: Degrees, load: Workload, *, heads: int) -> tuple[int, int]
 
 def _exchange(ring: int, ulysses: int, size: int) -> float:
     """Bytes for a feature of the heads that attention takes, query, key and value among them."""
-    merging = (LONG_RING if ring > 2 else RING) * size + MERGED * FLOAT32_BYTES if ring > 1 else 0
+    merging = 0
+    if ring > 1:
+        passed, given = LONG_RING if ring > 2 else RING, OUTPUTS if size < FLOAT32_BYTES else 0
+        merging = (passed + given) * size + MERGED * FLOAT32_BYTES
     if ulysses == 1:
         return QKV * size + max(merging, size)
     return QKV * size + max(ULYSSES * size, ARRIVED * size + merging)

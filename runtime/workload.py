@@ -115,11 +115,6 @@ class Workload:
             for shape in (dims, *references)
         )
 
-    @property
-    def entries_read(self) -> int:
-        """How many entries the branches were given, each of which is read on every rank."""
-        return sum(not entry.again for branch in self.prompts for entry in branch) or self.branches
-
     def shares(self, cfg: int) -> list[list[Prompt]]:
         """The entries that each of `cfg` ranks evaluates: branches are dealt out, a single one is evaluated by all."""
         branches = self.prompts or ((Prompt(self.text, references=self.references),),) * self.branches

@@ -271,7 +271,10 @@ FLUX = FamilySpec(
     latent=LATENT,
     vae_class="AutoencoderKL",
     activations=Activations(
-        mlp=Moment(5, cut=2, hidden=2), attention=Moment(3, hidden=1), last=Moment(3, cut=2, hidden=2)
+        mlp=Moment(5, cut=2, hidden=2),
+        attention=Moment(3, hidden=1),
+        widened=Moment(3, cut=10, hidden=1),  # as a query or key is turned, the MLP's part of a single block beside it
+        last=Moment(3, cut=2, hidden=2),
     ),
     text_length=512,
     tiny=TINY,
