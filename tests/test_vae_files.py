@@ -13,17 +13,18 @@ from safetensors.torch import save_file
 from runtime.checkpoint import build_transformer, random_tensors
 from runtime.encoders.rows import Rows
 from runtime.encoders.vae import Autoencoder
-from runtime.encoders.vae_files import load_autoencoder
+from runtime.encoders.vae_files import check_autoencoder, load_autoencoder
 from runtime.encoders.vae_names import FLUX2_FILE, KL_FILE, WAN22_FILE, WAN_FILE, VaeFile
 from runtime.errors import Refused
 from runtime.families.flux import FLUX
 from runtime.families.flux2 import FLUX2
+from runtime.families.qwen import QWEN
 from runtime.families.sd3 import SD3
 from runtime.families.wan import WAN
 from runtime.families.wan_image import WAN22_TI2V
 from runtime.inspection import inspect_model
 from runtime.progress import ignore_progress
-from tests.published_keys import read_keys
+from tests.published_keys import read_keys, write_file
 from tests.stock import ask_comfyui, relative_error
 
 FLUX_VAE = {
@@ -171,6 +172,24 @@ def test_the_vae_of_stable_diffusion_1_is_refused_by_its_channels(tmp_path, fami
     for path in (tmp_path / "vae", tmp_path / "vae.safetensors"):
         with pytest.raises(Refused, match=rf"is a VAE of 4 channels, but the latents of {family.title} have 16"):
             load_autoencoder(path, family)
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "last", "colours"),
+    [
+        ("wan_2.1_vae", WAN, "decoder.head.2.weight", 12),
+        ("wan_2.1_vae", QWEN, "decoder.head.2.weight", 4),
+        ("wan2.2_vae", WAN22_TI2V, "decoder.head.2.weight", 16),
+        ("ae", FLUX, "decoder.conv_out.weight", 4),
+    ],
+)
+def test_a_vae_of_other_colours_is_refused_before_it_is_read(name, family, last, colours, tmp_path):
+    """Such as Qwen-Image-Layered's, with transparency, and one of Wan that draws four pixels for each."""
+    keys = read_keys("vae")[name]
+    shapes = {**keys, last: (colours, *keys[last][1:])}
+    check_autoencoder(Path(write_file(tmp_path / "own.safetensors", keys)), family)
+    with pytest.raises(Refused, match=rf"draws {colours} numbers for a place.*: use a VAE Loader"):
+        check_autoencoder(Path(write_file(tmp_path / "other.safetensors", shapes)), family)
 
 
 def test_a_pickled_vae_is_not_opened(tmp_path):

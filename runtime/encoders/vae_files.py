@@ -22,6 +22,8 @@ from .vae_names import VaeFile, vae_file_of, vae_part
 
 LATENT_IN = "decoder.conv_in.weight"
 """The first layer that a latent goes through."""
+COLOURS_OUT = "decoder.conv_out.weight"
+"""The last layer."""
 COUNTED = "num_batches_tracked"
 """What training alone reads of a batch norm; files may lack it."""
 
@@ -54,8 +56,15 @@ def check_autoencoder(path: Path, family: FamilySpec) -> None:
         )
     else:
         check_file_name(path, SAFETENSORS)
-        stored = _stored_names(path, layout).get(LATENT_IN)
-        _check_channels(read_header(path)[stored].shape[1] if stored else None, path, family)
+        header, names = read_header(path), _stored_names(path, layout)
+        stored = names.get(LATENT_IN)
+        _check_channels(header[stored].shape[1] if stored else None, path, family)
+        drawn = header[names[COLOURS_OUT]].shape[0] if COLOURS_OUT in names else layout.colours
+        if drawn != layout.colours:
+            raise Refused(
+                f"{path} draws {drawn} numbers for a place, but the {layout.title} {layout.colours}: use a VAE Loader with VAE "
+                f"Decode or VAE Encode instead"
+            )
 
 
 def _check_channels(channels: int | None, path: Path, family: FamilySpec) -> None:

@@ -56,7 +56,7 @@ class VaeFile:
     """A layout of single files: the class, tensors that every file has (diffusers' names), and what leads to the class.
 
     `renamed` gives each name of a file with diffusers' own, and leaves those that are so already. `channels` are those of
-    its latents, where the class has files of several; 0 for any.
+    its latents, where the class has files of several; 0 for any. `colours` are what its last layer gives for a place.
     """
 
     title: str
@@ -65,6 +65,7 @@ class VaeFile:
     renamed: Callable[[Iterable[str]], dict[str, str]]
     config_from: Callable[[Shapes], dict[str, Any]]
     channels: int = 0
+    colours: int = 3
 
 
 def vae_file_of(family: FamilySpec) -> VaeFile | None:
@@ -204,6 +205,7 @@ WAN22_FILE = VaeFile(
     renamed=_wan22_names,
     config_from=_wan22_config,
     channels=48,
+    colours=3 * WAN22_PATCH**2,
 )
 FLUX2_FILE = VaeFile(
     title="VAE of Flux.2",
