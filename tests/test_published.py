@@ -102,6 +102,7 @@ RELATIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "num_layers": 1, "num_single_layers": 1}),
     "Helios": ("Helios", "HeliosTransformer3DModel", {"num_layers": 1}),
     "AnyFlow": ("AnyFlow", "AnyFlowTransformer3DModel", {"num_layers": 1}),
+    "Wan 2.2 Animate": ("Wan 2.2 Animate", "WanAnimateTransformer3DModel", {"num_layers": 1}),
     "SkyReels V2 DF": ("SkyReels V2", "SkyReelsV2Transformer3DModel", {"num_layers": 1, "inject_sample_info": True}),
     "a Flux.1 ControlNet": ("is a Flux.1 ControlNet", "FluxControlNetModel", {"num_layers": 1, "num_single_layers": 1}),
     "a Stable Diffusion 3 ControlNet": ("is a Stable Diffusion 3 ControlNet", "SD3ControlNetModel", {"num_layers": 1}),
@@ -245,6 +246,12 @@ def test_a_file_that_is_no_model_is_refused_as_what_it_is(names, words, tmp_path
     shapes = {f"{name}{n}" if len(set(names)) < len(names) and n else name: (2, 2) for n, name in enumerate(names)}
     with pytest.raises(Refused, match=rf"is {words}.*looked for those of: Wan"):
         inspect_model(write_file(tmp_path / "other.safetensors", shapes))
+
+
+def test_hunyuanimage_that_is_told_two_timesteps_is_no_hunyuanvideo_1_5(tmp_path):
+    shapes = {**shapes_of("diffusers", "HunyuanVideo"), "time_r_in.in_layer.weight": (2, 2)}
+    with pytest.raises(Refused, match=r"is HunyuanVideo 1\.0 or HunyuanImage 2\.1"):
+        inspect_model(write_file(tmp_path / "image.safetensors", shapes))
 
 
 def test_a_file_of_two_models_is_refused_as_such(tmp_path):

@@ -158,9 +158,9 @@ HUNYUAN15 = FamilySpec(
         "image_embedder.linear_1.weight",
     ),
     variants=(
-        Variant(TWO_STEPS, "time_embed.timestep_embedder_r.linear_1.weight"),
         Variant(OLDER, "single_blocks.0.linear1.weight"),
         Variant(OLDER, "single_transformer_blocks.0.proj_mlp.weight"),
+        Variant(TWO_STEPS, "time_embed.timestep_embedder_r.linear_1.weight"),
     ),
     renames=RENAMES,
     fused=FUSED,

@@ -24,6 +24,7 @@ VARIANTS = (
     Variant("Wan Fun Camera", "control_adapter.conv.weight"),
     Variant("Wan 2.2 S2V", "casual_audio_encoder.encoder.final_linear.weight"),
     Variant("HuMo", "audio_proj.audio_proj_glob_1.layer.bias"),
+    Variant("Wan 2.2 Animate", "pose_patch_embedding.weight"),
     Variant("Wan 2.2 Animate", "face_adapter.fuser_blocks.0.k_norm.weight"),
     Variant("Wan 2.2 Animate", "face_adapter.0.norm_k.weight"),
     Variant("Wan Fun with a reference image", "ref_conv.weight"),
