@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from . import own_memory
 from .facts import ModelFacts, Source
 from .linear import LocalPart
-from .offload import own_memory
 from .offload.host_copy import Share
 from .parallel.shares import WHOLE
 from .stored import TENSOR_SCALE, WEIGHT_SCALE

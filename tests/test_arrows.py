@@ -31,6 +31,7 @@ CONTROL = (
 COMPUTE = (
     "free_memory",
     "release",
+    "own_memory",
     "weighing",
     "mesh",
     "parallel",

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from runtime import own_memory
 from runtime.mesh import Mesh
-from runtime.offload import own_memory
-from runtime.offload.own_memory import LARGE_BYTES, empty, held
+from runtime.own_memory import LARGE_BYTES, empty, held, joined
 from runtime.pipeline import Pipeline
 from runtime.progress import ignore_progress
 from runtime.settings import ModelSettings
@@ -66,10 +66,10 @@ def test_only_what_lies_elsewhere_or_is_of_another_format_is_copied(dtype):
     assert other.dtype == torch.float16 and torch.equal(other, tensor.to(torch.float16))
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, LARGE_BYTES, LARGE_BYTES + 1])
+@pytest.mark.parametrize("nbytes", [0, 1, LARGE_BYTES - 1, LARGE_BYTES])
 def test_small_ones_stay_in_the_heap(nbytes):
     tensor = empty((nbytes,), torch.uint8)
-    assert tensor.shape == (nbytes,) and tensor.untyped_storage().resizable() == (nbytes <= LARGE_BYTES)
+    assert tensor.shape == (nbytes,) and tensor.untyped_storage().resizable() == (nbytes < LARGE_BYTES)
     assert held(tensor, None).shape == (nbytes,)
 
 
@@ -77,3 +77,11 @@ def test_an_empty_shape_is_a_number(monkeypatch):
     monkeypatch.setattr(own_memory, "LARGE_BYTES", 0)
     assert empty((), torch.float32).fill_(3).item() == 3
     assert (empty((2, 3), torch.float64).fill_(2).sum(0) == 4).all()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_is_put_together_lies_so(dim, monkeypatch):
+    monkeypatch.setattr(own_memory, "LARGE_BYTES", 0)
+    pieces = [torch.randn(2, 3), torch.randn(*((4, 3) if dim == 0 else (2, 4)))]
+    both = joined(pieces, dim=dim)
+    assert torch.equal(both, torch.cat(pieces, dim=dim)) and not both.untyped_storage().resizable()

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from .. import own_memory
 from ..loaded_files import FileState
 from ..safetensors_header import TensorEntry, read_header
-from . import own_memory
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,

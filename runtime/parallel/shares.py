@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..own_memory import joined
 from .lengths import even_lengths, grained_lengths, span
 
 __all__ = ["WHOLE", "Cut", "even_lengths", "grained_lengths", "span"]
@@ -41,8 +42,10 @@ class Cut:
         if not self.spans:
             return full
         parts = [full[(slice(None),) * self.dim + (part,)] for part in self.spans]
-        is_copy = len(parts) == 1 and not isinstance(full, torch.Tensor | RowsOf)
-        return parts[0] if is_copy else torch.cat(parts, dim=self.dim)
+        if isinstance(full, torch.Tensor):
+            return torch.cat(parts, dim=self.dim)
+        is_copy = len(parts) == 1 and not isinstance(full, RowsOf)
+        return parts[0] if is_copy else joined(parts, dim=self.dim)
 
 
 WHOLE = Cut()
@@ -67,4 +70,4 @@ class RowsOf:
             if first < last:
                 parts.append(self._full[(slice(held.start + first - start, held.start + last - start), *others)])
             start += length
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return parts[0] if len(parts) == 1 else joined(parts, dim=0)

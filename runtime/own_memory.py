@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 import torch
 
-LARGE_BYTES = 2 << 20
-"""Beyond a huge page, and what is read of a file at a time: smaller ones find their place in the heap again."""
+LARGE_BYTES = 1 << 20
+"""From here on: smaller ones find a place in the heap that is free again."""
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor that is to be filled. Raises `OSError` where memory is short."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    if nbytes <= LARGE_BYTES:
+    if nbytes < LARGE_BYTES:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(mmap.mmap(-1, nbytes, **PRIVATE), dtype=dtype).view(shape)
 
@@ -30,3 +30,10 @@ def held(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     if tensor.device.type == "cpu" and tensor.dtype == dtype and not tensor.untyped_storage().resizable():
         return tensor
     return empty(tensor.shape, dtype).copy_(tensor)
+
+
+def joined(tensors: Sequence[torch.Tensor], *, dim: int) -> torch.Tensor:
+    """A copy of several that are on the processor, one after the other along a dim, in such memory."""
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(each.shape[dim] for each in tensors)
+    return torch.cat(tensors, dim=dim, out=empty(shape, tensors[0].dtype))
