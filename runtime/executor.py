@@ -157,8 +157,7 @@ class Executor:
     def report(self, model: ModelSettings | None = None) -> Report:
         """What there is and what it does, and what this model would still take."""
         ranks = self._ranks
-        devices = ranks.devices if ranks else ()
-        room = 0
+        devices, room = ranks.devices if ranks else (), 0
         if model is not None and not self._has(model):
             with suppress(ValueError, OSError):  # the job itself will say what is wrong
                 plan = self._plan_for(Work(job="status", model=model), None)

@@ -22,7 +22,7 @@ VARIABLES = {
 """The environment variable of each field."""
 
 _BYTES = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,3})?) ?([KMGT])i?B", re.IGNORECASE | re.ASCII)
-_MINUTES = re.compile(r"[0-9]{1,6}(?:\.[0-9]{0,6})?|\.[0-9]{1,6}")
+_MINUTES = re.compile(r"[0-9]{1,7}(?:\.[0-9]{0,6})?|\.[0-9]{1,6}")
 _PART = re.compile(r"0?\.[0-9]{1,6}|[01]\.0*")
 
 

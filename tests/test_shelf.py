@@ -227,6 +227,7 @@ def test_amounts(amount, limit):
         ({"idle_minutes": "١٢"}, "OUTRIGGER_IDLE_MINUTES '١٢' is not a number of minutes such as 60"),
         ({"idle_minutes": "1e3"}, "OUTRIGGER_IDLE_MINUTES '1e3' is not a number of minutes such as 60"),
         ({"idle_minutes": -1.0}, "greater than or equal to 0"),
+        ({"idle_minutes": "1000001"}, "less than or equal to 1000000"),
     ],
 )
 def test_what_is_no_amount_is_refused_by_the_name_of_its_variable(fields, words):
@@ -238,6 +239,7 @@ def test_settings_come_from_the_environment():
     variables = {"OUTRIGGER_KEEP_HOST": "2GB", "OUTRIGGER_IDLE_MINUTES": "0.5", "OUTRIGGER_KEEP_DEVICE": ""}
     assert KeepSettings.from_environment(variables) == KeepSettings(host="2GB", idle_minutes=0.5)
     assert KeepSettings.from_environment(variables, host="0").host == "0"
+    assert KeepSettings.from_environment({"OUTRIGGER_IDLE_MINUTES": "1000000"}).idle_minutes == 1e6
 
 
 def test_memory_that_modules_share_counts_once_and_what_is_in_no_memory_not_at_all():
