@@ -2,8 +2,7 @@
 
 Tensors on the processor lie in glibc's heap. A piece of some bytes that a thread keeps at hand, freed beside a tensor,
 holds that place back from a tensor of the same size, and a rank grew by half of what a step works with. Without such pieces
-(`tcache_count`) freed places join again, and with huge pages (`hugetlb`, where the system lets a program ask for them)
-those that have gone back to the system come again quickly. See "Memory Allocation Tunables" in glibc's manual.
+(`tcache_count`) freed places join again. See "Memory Allocation Tunables" in glibc's manual.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 TUNABLES = "GLIBC_TUNABLES"
-CHOSEN = ("glibc.malloc.tcache_count=0", "glibc.malloc.hugetlb=1")
+CHOSEN = "glibc.malloc.tcache_count=0"
 
 
 def heap_environment(inherited: Mapping[str, str]) -> dict[str, str]:
     """The variable that the C library reads when a program starts; what the user has set there stands last, and counts."""
-    return {TUNABLES: ":".join([*CHOSEN, *filter(None, [inherited.get(TUNABLES)])])}
+    return {TUNABLES: ":".join([CHOSEN, *filter(None, [inherited.get(TUNABLES)])])}
