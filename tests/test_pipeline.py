@@ -135,7 +135,7 @@ def test_loading_reports_the_same_steps_each_time_and_can_be_cancelled(file):
         ({"blocks.1.ffn.2.bias": None}, "lacks 1 tensor of .*blocks.1.ffn.net.2.bias"),
         ({f"blocks.1.self_attn.{x}.weight": None for x in "qkvo"} | {"blocks.1.norm3.bias": None, "blocks.1.modulation": None},
          r"lacks 6 tensors of .* \.\.\."),
-        ({"blocks.1.extra.weight": torch.zeros(2)}, "has unknown 1 tensor of .*blocks.1.extra.weight"),
+        ({"blocks.1.extra.weight": torch.zeros(2)}, "has unknown 1 tensor beside those of .*blocks.1.extra.weight"),
         ({"blocks.1.ffn.2.bias": torch.zeros(3)}, r"blocks.1.ffn.2.bias has shape \(3,\).* needs \(256,\)"),
     ],
 )  # fmt: skip
