@@ -101,7 +101,8 @@ class Activations:
     dealt; so are `tables` of their positions, in float32 whatever the number format, which count in no moment, and those as
     wide as a head: `head_tables`, the same for all items, and `item_tables`, of each its own. `last` is what is held as the
     last Linear of the MLP is called, its input among that and its output not; where it is not given, one tensor less inside
-    the MLP than at its widest moment. `first` is that of the first Linear, in place of the widest moment without what is hidden. `referred` is that moment where references stand beside the picture without noise, if it is another.
+    the MLP than at its widest moment. `first` is that of the first Linear, in place of the widest moment without what is
+    hidden. `referred` is the moment inside the MLP where references stand beside the picture without noise, if it is another.
     """
 
     mlp: Moment
