@@ -94,10 +94,23 @@ def _entry(entry: Any, what: str) -> Conditioning:
     fields |= _area(present.get("area"), what) | _period(present, fields, what)
     to_bounds = _number(present.get("set_area_to_bounds", 0), "set_area_to_bounds", what)
     fields |= {"area_from_mask": "mask" in present and to_bounds != 0, "default": "default" in present}
+    if fields["area_from_mask"] and fields["mask"].ndim > 1:
+        fields["mask_spans"] = _spans(fields["mask"])
     try:
         return in_our_words(Conditioning, **fields)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None
+
+
+def _spans(mask: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Where what a mask holds starts and ends, along its last two dims; nowhere in an empty one."""
+    filled = mask.ne(0)
+    return tuple(_span(filled.movedim(dim, 0).flatten(1).any(1).nonzero()) for dim in (-2, -1))
+
+
+def _span(places: torch.Tensor) -> tuple[int, int]:
+    """From the first of these places to behind the last."""
+    return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
 
 
 def _references(present: dict[str, Any], what: str) -> dict[str, Any]:

@@ -81,8 +81,8 @@ def _bytes_of(
     items = -(-load.batch * call.count // degrees.data)
     sharing = degrees.ring * degrees.ulysses * (degrees.cfg if load.branches == 1 else 1)
     is_dealt = any("text" in (place.stream, *place.behind) for place in facts.spec.split.split)
-    tokens = load.tokens(facts.spec.patch, call=call)
-    image, text = -(-tokens // sharing), -(-call.text // (sharing if is_dealt else 1))
+    tokens, words = (_filled(count, facts) for count in (load.tokens(facts.spec.patch, call=call), call.text))
+    image, text = -(-tokens // sharing), -(-words // (sharing if is_dealt else 1))
     inside = form.referred if form.referred and _is_clean(call, facts) else form.mlp
     moments = (inside, form.widened) if size < FLOAT32_BYTES else (inside,)
     block = max(_moment(each, facts, degrees.tensor, image, text, size) for each in moments)
@@ -94,11 +94,17 @@ def _bytes_of(
         (form.undealt * (tokens - image) * size + form.tables * tokens * FLOAT32_BYTES) * facts.heads * facts.head_dim
     )
     tables = (form.head_tables + items * form.item_tables) * tokens * facts.head_dim * FLOAT32_BYTES
-    words = sum(max(entry.text, facts.spec.text_fill) * (TAKEN if entry.again else READ + TAKEN) for entry in entries)
-    prompts = load.batch * words * facts.config.get(facts.spec.text_width, 0) * size
+    read = sum(max(entry.text, facts.spec.text_fill) * (TAKEN if entry.again else READ + TAKEN) for entry in entries)
+    prompts = load.batch * read * facts.config.get(facts.spec.text_width, 0) * size
     latents = _latents(load, items, size) + _beside(facts, load, call, entries, size)
     called = max((_at_call(each, facts, degrees.tensor, items, image, text, size) for each in linears), default=0)
     return round(max(items * max(block, attention), called) + items * undealt + tables) + latents + prompts
+
+
+def _filled(tokens: int, facts: ModelFacts) -> int:
+    """How many the model makes of so many tokens of a picture or of a prompt."""
+    multiple = facts.spec.token_multiple
+    return -(-tokens // multiple) * multiple
 
 
 def _is_clean(call: Call, facts: ModelFacts) -> bool:

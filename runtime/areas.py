@@ -14,6 +14,9 @@ from .message import Conditioning
 WHOLE = 1 << 31
 """Size of an area along a dim that it does not limit; cut to the latent where it is used."""
 
+SMALLEST_BOUNDS = 8
+"""Rows and columns of an area that follows from a mask, at least."""
+
 MODEL_READS = (
     "embedding",
     "second_embedding",
@@ -68,6 +71,20 @@ def area_of_percent(percent: Sequence[float], dims: Sequence[int]) -> Area:
         *(max(1, round(part * size)) for part, size in zip(sizes, dims, strict=True)),
         *(round(part * size) for part, size in zip(offsets, dims, strict=True)),
     )
+
+
+def area_of_mask(spans: Sequence[tuple[int, int]], sizes: Sequence[int], dims: Sequence[int]) -> Area:
+    """The area that follows from a mask of these sizes which holds something in these spans of its rows and columns.
+
+    A pixel of the latent lies between two of the mask, and holds something where one of them does.
+    """
+    steps = [size / own for size, own in zip(sizes, dims[-2:], strict=True)]
+    starts = [max(0, math.floor((start - 0.5) / step - 0.5) + 1) for (start, _), step in zip(spans, steps, strict=True)]
+    ends = [math.ceil((end + 0.5) / step - 0.5) for (_, end), step in zip(spans, steps, strict=True)]
+    lengths = [min(end, own) - start for start, end, own in zip(starts, ends, dims[-2:], strict=True)]
+    if min(lengths) <= 0:
+        return (SMALLEST_BOUNDS, SMALLEST_BOUNDS, 0, 0)
+    return (*(max(SMALLEST_BOUNDS, length) for length in lengths), *starts)
 
 
 def in_dims(area: Area, count: int) -> Area:

@@ -64,6 +64,10 @@ class Entry:
         """Whether the entry counts at this sigma."""
         return not (self.start is not None and sigma > self.start) and not (self.end is not None and sigma < self.end)
 
+    def is_ending(self, sigma: torch.Tensor) -> bool:
+        """Whether this is the last sigma at which the entry can count."""
+        return self.end is not None and bool(sigma == self.end)
+
     def part_of(self, x: torch.Tensor) -> torch.Tensor:
         """The part of a latent that the entry covers."""
         return x if self.box is None else x[self.box]
@@ -104,7 +108,8 @@ class Denoiser:
             [replace(entry, conditioning=repeat_to_batch(entry.conditioning, batch)) for entry in branch]
             for branch in branches
         ]
-        self._plans: dict[tuple[bool, ...], list[_Call]] = {}
+        self._used: tuple[tuple[bool, bool], ...] = ()
+        self._planned: list[_Call] = []
 
     @property
     def uses_group(self) -> bool:
@@ -138,17 +143,21 @@ class Denoiser:
         return [_mean(each, x) for each in found]
 
     def _calls(self, x: torch.Tensor, sigma: torch.Tensor) -> list[_Call]:
-        """The calls of the model at `sigma`, worked out once for each set of entries in use."""
-        used = tuple(entry.is_used(sigma) for branch in self._branches for entry in branch)
-        if used not in self._plans:
+        """The calls of the model at `sigma`, worked out again where other entries are in use than the last time.
+
+        Entries that end here have calls of their own, so that a step at which others begin takes no more memory.
+        """
+        used = tuple((entry.is_used(sigma), entry.is_ending(sigma)) for branch in self._branches for entry in branch)
+        if used != self._used:
             branches = [[entry for entry in branch if entry.is_used(sigma)] for branch in self._branches]
             listed = [
                 (number, entry) for number, branch in enumerate(branches) for entry in branch if not entry.default
             ]
             for number, branch in enumerate(branches):
                 listed += [(number, entry) for entry in _defaults(branch, x)]
-            self._plans[used] = _joined(listed)
-        return self._plans[used]
+            apart = ([each for each in listed if each[1].is_ending(sigma) is ends] for ends in (False, True))
+            self._used, self._planned = used, [call for together in apart for call in _joined(together)]
+        return self._planned
 
 
 def _guided(predicted: Sequence[torch.Tensor], scales: Sequence[float]) -> torch.Tensor:

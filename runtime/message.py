@@ -68,6 +68,7 @@ Tensor = Annotated[Any, PlainValidator(_tensor_or_ref)]
 """A torch tensor, or a `TensorRef` where the bytes are not looked at."""
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Span = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
 
 
 class Conditioning(Message):
@@ -85,7 +86,8 @@ class Conditioning(Message):
 
     `area` is a size and then an offset for each dim, in latent pixels: `(H, W, Y, X)`, or `(F, H, W, Z, Y, X)` for video;
     `area_percent` is the same in parts of the latent, and stands in the place of `area`. `mask` is `(H, W)`, `(N, H, W)`
-    or `(N, F, H, W)`, of any resolution. From `start_percent` to `end_percent` of the way the entry is used. A `default`
+    or `(N, F, H, W)`, of any resolution. With `area_from_mask` what holds all of it is the area; `mask_spans` say where that
+    starts and ends in the mask, its rows and its columns, for those that plan without reading it. From `start_percent` to `end_percent` of the way the entry is used. A `default`
     entry fills what the others of its side leave over.
     """
 
@@ -108,6 +110,7 @@ class Conditioning(Message):
     mask: Tensor | None = None
     mask_strength: Finite = 1.0
     area_from_mask: bool = False
+    mask_spans: tuple[Span, Span] | None = None
     start_percent: Finite | None = None
     end_percent: Finite | None = None
     default: bool = False

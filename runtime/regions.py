@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from .areas import Area, area_of_percent, spans_of
+from .areas import SMALLEST_BOUNDS, Area, area_of_percent, spans_of
 from .protocol import Conditioning
 
-SMALLEST_BOUNDS = 8
 FEATHER = 8
 Box = tuple[slice, ...]
 """An index into a latent `(B, C, ...)`."""

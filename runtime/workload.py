@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .areas import Area, area_of_percent, pair_areas, spans_of
+from .areas import Area, area_of_mask, area_of_percent, pair_areas, spans_of
 from .families.spec import LatentFormat
 from .message import Conditioning
 from .parallel.lengths import even_lengths, span
@@ -35,7 +35,7 @@ class Prompt(NamedTuple):
 
     @classmethod
     def of(cls, entry: Conditioning, *, again: bool = False) -> Prompt:
-        """Of an entry whose area is in latent pixels; one that follows from a mask counts as all of the latent."""
+        """Of an entry whose area is in latent pixels."""
         start, end = (0.0 if entry.start_percent is None else entry.start_percent), entry.end_percent
         references = tuple(tuple(each.shape) for each in entry.references)
         end = 1.0 if end is None else end
@@ -123,14 +123,17 @@ class Workload:
         return [[entry for branch in own for entry in branch] for own in dealt]
 
     def calls(self, entries: Sequence[Prompt], *, fill: int = 0) -> list[Call]:
-        """The calls of the model for these entries, at all parts of the way. A family fills prompts up to so many tokens."""
+        """The calls of the model for these entries, at all parts of the way, as `Denoiser` makes them. A family fills prompts
+        up to so many tokens.
+        """
         calls: set[Call] = set()
         for moment in {entry.start for entry in entries}:
             used = [entry for entry in entries if entry.start <= moment <= entry.end]
             alike = Counter(
-                (max(entry.text, fill), self.dims_of(entry.area), entry.references, entry.method) for entry in used
+                (entry.end == moment, max(entry.text, fill), self.dims_of(entry.area), entry.references, entry.method)
+                for entry in used
             )
-            calls |= {Call(min(count, MOST_JOINED), *shape) for shape, count in alike.items()}
+            calls |= {Call(min(count, MOST_JOINED), *shape) for (_, *shape), count in alike.items()}
         return sorted(calls)
 
     def dims_of(self, area: Area | None) -> tuple[int, ...]:
@@ -142,7 +145,11 @@ class Workload:
 
 
 def _in_pixels(entry: Conditioning, dims: Sequence[int]) -> Conditioning:
-    """An entry with its area in pixels of a latent of these dims."""
+    """An entry with its area in pixels of a latent of these dims; with none where a mask decides that nobody has looked into."""
+    if entry.area_from_mask:
+        sizes = () if entry.mask is None else entry.mask.shape[-2:]
+        is_known = entry.mask_spans is not None and len(sizes) == 2 and math.prod(sizes) > 0
+        return entry.model_copy(update={"area": area_of_mask(entry.mask_spans, sizes, dims) if is_known else None})
     if entry.area_percent is None or len(entry.area_percent) > 2 * len(dims):
         return entry
     return entry.model_copy(update={"area": area_of_percent(entry.area_percent, dims)})

@@ -10,6 +10,7 @@ import torch
 from runtime.activations import activation_bytes
 from runtime.degrees import Degrees
 from runtime.families import FAMILIES
+from runtime.guidance import Denoiser, Entry
 from runtime.inspection import inspect_model
 from runtime.protocol import Conditioning, Sample
 from runtime.settings import ModelSettings
@@ -37,12 +38,19 @@ def measured(case: Case, degrees: dict[str, int], request: Sample | None = None)
 
 
 def off_by(
-    family: str, degrees: dict[str, int], *, batch: int = 1, text: int = 20, cfg: float = 1.0, dtype: str = "fp32"
+    family: str,
+    degrees: dict[str, int],
+    *,
+    batch: int = 1,
+    text: int = 20,
+    cfg: float = 1.0,
+    dtype: str = "fp32",
+    latent: tuple[int, int] = (40, 48),
 ):
     """The relative error of the estimate for a step of a picture."""
     form, spec = FAMILIES[family].latent, FAMILIES[family]
     text = spec.text_length if spec.picture_tokens else text
-    latent = (batch, form.channels, *(1,) * (form.dims - 2), 40, 48)
+    latent = (batch, form.channels, *(1,) * (form.dims - 2), *latent)
     case = Case(
         model=f"random:{family}", latent=latent, prompts=(text, text), steps=1, cfg=cfg, padded=False, dtype=dtype
     )
@@ -108,12 +116,55 @@ def test_so_do_those_of_a_family_without_that_choice():
     assert abs(regions_off_by("flux2", entries=[{"references": (reference,)}])) < NEAR
 
 
-def test_entries_that_take_turns_count_together_for_the_step_at_which_they_meet():
-    """Whether there is one depends on the schedule, so that the estimate may be too large, and is not too small."""
-    turns = [{"end_percent": 0.3}, {"start_percent": 0.3}]
-    apart = [{"end_percent": 0.3}, {"start_percent": 0.31}]
-    assert -NEAR < regions_off_by("wan", entries=apart, steps=4) < NEAR
-    assert NEAR < regions_off_by("wan", entries=turns, steps=4) < 0.5
+TURNS = {
+    "apart": ({"end_percent": 0.3}, {"start_percent": 0.31}),
+    "that meet between two steps": ({"end_percent": 0.3}, {"start_percent": 0.3}),
+    "that meet at a step": ({"end_percent": 0.5}, {"start_percent": 0.5}),
+    "that are together for a step": ({"end_percent": 0.6}, {"start_percent": 0.4}),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_entries_that_take_turns_do_not_count_together(name):
+    assert abs(regions_off_by("wan", entries=TURNS[name], steps=4)) < NEAR
+
+
+def test_an_entry_that_ends_at_a_step_is_evaluated_there_by_itself():
+    """Else that step would take more memory than every other."""
+    together = {"together": ({}, {})}
+    most = {name: most_joined(entries) for name, entries in (TURNS | together).items()}
+    assert most == dict.fromkeys(TURNS, 2) | {"that are together for a step": 3, "together": 3}
+
+
+def most_joined(entries: Sequence[dict]) -> int:
+    """The most entries that go through the model together, with a negative one beside these, in 4 steps of equal length."""
+    read = Conditioning(embedding=torch.zeros(1, 3, 4))
+    x, counts = torch.zeros(1, 2, 4, 4), []
+
+    def predict(parts: torch.Tensor, sigma: torch.Tensor, conditioning: Conditioning) -> torch.Tensor:
+        counts.append(len(parts))
+        return parts
+
+    used = [Entry.of(read.model_copy(update=each), x, percent_to_sigma=lambda percent: 1 - percent) for each in entries]
+    denoise = Denoiser(predict, [used, [Entry(read)]], scales=[2.0], batch=1)
+    for sigma in (1.0, 0.75, 0.5, 0.25):
+        denoise(x, torch.tensor(sigma))
+    return max(counts)
+
+
+def test_a_mask_counts_for_the_area_that_it_follows_to():
+    """As the node says where the mask holds something; whoever does not say it has all of the latent counted."""
+    mask = torch.zeros(1, 320, 384)
+    mask[:, 100:180, 64:200] = 0.5
+    fields = {"mask": mask, "area_from_mask": True, "mask_spans": ((100, 180), (64, 200))}
+    assert abs(regions_off_by("wan", entries=[fields])) < NEAR
+    assert regions_off_by("wan", entries=[{**fields, "mask_spans": None}]) > NEAR
+
+
+@pytest.mark.parametrize("text", [5, 33])
+@pytest.mark.parametrize("latent", [(12, 12), (14, 20), (42, 46)])
+def test_tokens_that_the_model_fills_up_to_count(latent, text):
+    assert abs(off_by("zimage", {}, latent=latent, text=text)) < NEAR / 3
 
 
 @pytest.mark.full

@@ -116,6 +116,7 @@ def test_conditioning_keys_that_are_not_applied_are_refused_by_name(pack, option
 
 
 MASK = torch.ones(1, 4, 4)
+MASK[:, 0] = 0
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,9 @@ MASK = torch.ones(1, 4, 4)
         ({"area": (4, 6, 0, 2)}, {"area": (4, 6, 0, 2)}),
         ({"area": ("percentage", 1, 0.5, 0, 0.25)}, {"area_percent": (1.0, 0.5, 0.0, 0.25)}),
         ({"mask": MASK, "mask_strength": 2}, {"mask_strength": 2.0, "area_from_mask": False}),
-        ({"mask": MASK, "set_area_to_bounds": True}, {"area_from_mask": True}),
+        ({"mask": MASK, "set_area_to_bounds": True}, {"area_from_mask": True, "mask_spans": ((1, 4), (0, 4))}),
+        ({"mask": MASK[:, :0], "set_area_to_bounds": True}, {"mask_spans": ((0, 0), (0, 0))}),
+        ({"mask": MASK.flatten(), "set_area_to_bounds": True}, {"mask_spans": None}),
         ({"start_percent": 0.2, "end_percent": 0.9}, {"start_percent": 0.2, "end_percent": 0.9}),
         ({"clip_start_percent": 0.3, "clip_end_percent": 0.6, "start_percent": 0.2}, {"start_percent": 0.3, "end_percent": 0.6}),
         ({"clip_start_percent": 0.3, "clip_end_percent": 0.6, "end_percent": 0.5}, {"start_percent": 0.3, "end_percent": 0.5}),
@@ -136,7 +139,7 @@ MASK = torch.ones(1, 4, 4)
 def test_where_and_when_a_conditioning_counts_is_sent(pack, options, fields):
     (_, sent) = pack.convert.to_conditioning(entry() + entry(**options), "positive")
     assert {name: getattr(sent, name) for name in fields} == fields
-    assert sent.mask is None if "mask" not in options else torch.equal(sent.mask, MASK)
+    assert sent.mask is None if "mask" not in options else torch.equal(sent.mask, options["mask"])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from runtime.areas import pair_areas
+from runtime.areas import area_of_mask, pair_areas
 from runtime.guidance import NO_WEIGHT, Denoiser, Entry
 from runtime.protocol import Conditioning
 from runtime.regions import box_of, resolve_region, weight_of
@@ -92,6 +92,22 @@ def test_weights_and_counterparts_are_comfyuis(tmp_path):
         ]
         ours = torch.stack([weights(each, x) for side in pair_areas(*sides) for each in side])
         assert torch.equal(ours, stock[f"regions.{number}"]), case
+
+
+@pytest.mark.parametrize("size", [(8, 8), (61, 96), (96, 240)])
+def test_the_area_that_follows_from_a_mask_is_known_without_its_numbers(size):
+    """But for the last bit of a place, which can move an edge by one."""
+    generator = torch.Generator().manual_seed(len(size))
+    for number in range(50):
+        mask = torch.zeros(1, *size)
+        starts = [int(torch.randint(0, length, (), generator=generator)) for length in size]
+        lengths = [int(torch.randint(1, length + 1, (), generator=generator)) for length in size]
+        pairs = zip(starts, lengths, size, strict=True)
+        spans = [(start, min(start + own, whole)) for start, own, whole in pairs] if number else [(0, 0)] * 2
+        mask[:, slice(*spans[0]), slice(*spans[1])] = 1
+        read = Conditioning(embedding=INPUTS["e"], mask=mask, area_from_mask=True)
+        ours = area_of_mask(spans, size, (12, 30))
+        assert max(abs(a - b) for a, b in zip(ours, resolve_region(read, (12, 30)).area, strict=True)) <= 1
 
 
 # What stock ComfyUI ends on with an error in the middle of sampling

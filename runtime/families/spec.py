@@ -155,6 +155,8 @@ class FamilySpec:
     text_length: int
     text_fill: int = 0
     """How many tokens a prompt is filled up to, with zeros before it."""
+    token_multiple: int = 1
+    """What the model fills up the number of tokens of the picture to a multiple of, and that of the prompt."""
     text_encoders: str
     """What they are, and ComfyUI's nodes for them."""
     texts: tuple[TextUse, ...] = ()

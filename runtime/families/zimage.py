@@ -161,6 +161,7 @@ ZIMAGE = FamilySpec(
         last=Moment(5, hidden=1),
     ),
     text_length=512,
+    token_multiple=32,
     tiny=TINY,
     timestep_scale=1.0,
     text_encoders="Qwen3-4B: use a CLIP Loader (type lumina2) and CLIP Text Encode",
