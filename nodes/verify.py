@@ -50,9 +50,10 @@ class OutriggerVerify(io.ComfyNode):
         one_rank = model.model_copy(update={"parallel": model.parallel.one_rank})
         widgets = in_our_words(settings.SampleSettings, steps=STEPS)
         inputs = {"positive": prompt(positive, "positive", display), **latent_inputs(latent_image)}
-        as_long = {"negative": inputs["positive"], **inputs}  # the empty prompt is not encoded yet
+        connected = negative_prompt(one_rank, negative, False, display)
+        as_long = {"negative": connected or inputs["positive"], **inputs}  # the empty prompt is not encoded yet
         planned, _ = (session.check(each, widgets, display=display, **as_long) for each in (model, one_rank))
-        inputs["negative"] = negative_prompt(one_rank, negative, True, display)
+        inputs["negative"] = connected or negative_prompt(one_rank, None, True, display)
         reference, latent = (session.sample(each, widgets, display=display, **inputs) for each in (one_rank, model))
         text = session.compared(latent, reference, planned)
         display.text(text)

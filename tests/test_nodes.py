@@ -741,10 +741,15 @@ class Planned:
     """Samples a given latent for each plan; one rank is on the first device alone. A plan without a latent is refused."""
 
     def __init__(self, pack, latents) -> None:
-        self.pack, self.latents, self.alive, self.devices = pack, latents, True, []
+        self.pack, self.latents, self.alive, self.devices, self.lengths = pack, latents, True, [], []
 
     def call(self, request, *, interrupted):
         protocol, devices = self.pack.runtime_protocol, request.model.parallel.devices
+        if request.kind == "encode_text":
+            encoded = protocol.Conditioning(embedding=torch.zeros(1, 9, 8))
+            yield protocol.Encoded(job=request.job, conditioning=encoded, seconds=0.1)
+            return
+        self.lengths.append([branch[0].embedding.shape[1] for branch in request.branches])
         if devices not in self.latents:
             raise ValueError(f"{devices} is refused")
         if request.kind == "check":
@@ -790,6 +795,17 @@ def test_verify_runs_nothing_where_a_plan_is_refused(pack, monkeypatch, refused,
     with pytest.raises(ValueError, match=f"^{refused} is refused$"):
         verify(pack, negative=negative and entry())
     assert sidecar.devices == []
+
+
+@pytest.mark.parametrize(("connected", "checked", "sampled"), [(7, 7, 7), (None, 4, 9)])
+def test_verify_checks_with_the_length_of_a_connected_negative_and_without_one_with_the_positives(
+    pack, monkeypatch, connected, checked, sampled
+):
+    latent = torch.ones(1, 16, 1, 4, 4)
+    sidecar = Planned(pack, {"cpu:1": latent, "cpu:2": latent})
+    monkeypatch.setattr(pack.session.Sidecar, "start", lambda log: sidecar)
+    verify(pack, negative=connected and [[torch.zeros(1, connected, 8), {}]])
+    assert sidecar.lengths == [[4, checked]] * 2 + [[4, sampled]] * 2  # the empty prompt is encoded after the checks
 
 
 class Noise:
