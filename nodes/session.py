@@ -157,7 +157,7 @@ def _follow(request: Work, display: NodeDisplay) -> Result:
     if host.interrupted():
         raise Cancelled
     sidecar = _session.sidecar()
-    _session.stand_in.make_room(sidecar.status(request.model))
+    _session.stand_in.make_room(sidecar.status(request.model, request.part))
     with closing(sidecar.call(request, interrupted=lambda: display.cancelled or host.interrupted())) as events:
         for event in events:
             match event:

@@ -1,7 +1,7 @@
 """The truce over memory: what the sidecar has loaded stands among the models that ComfyUI has loaded.
 
-So ComfyUI makes room before the sidecar loads, as it does for a model of its own, and has it let go of everything on
-"Unload Models" and `/free`, when ComfyUI runs out of memory, and when another model needs the room.
+So ComfyUI makes room before the sidecar loads a model, a text encoder or a VAE, as it does for a model of its own, and has it
+let go of everything on "Unload Models" and `/free`, when ComfyUI runs out of memory, and when another model needs the room.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ class StandIn:
         self._held = self._held_here = self._room = 0
 
     def make_room(self, report: Report) -> None:
-        """Take a place among ComfyUI's loaded models, once it has freed what the model that was asked about is to take."""
+        """Take a place among ComfyUI's loaded models, once it has freed what the job that was asked about is to take."""
         self.note(report)
-        here = str(self.load_device) in report.devices
-        self._room = report.room if here else 0
+        self._room = report.room.get(str(self.load_device), 0)
         host.hold(self)
         self._room = 0
 

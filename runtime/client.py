@@ -13,6 +13,7 @@ from typing import Any
 import zmq
 
 from .channel import Connection, decode, encode, parse
+from .chosen_part import PartKind
 from .comparison import Comparison as Comparison  # for the nodes, which take it from here
 from .environment import check_environment
 from .errors import Cancelled, ProtocolError, SidecarError
@@ -99,14 +100,15 @@ class Sidecar:
                 if not ended and self.alive:  # an error, a cancel, or nobody looks at the events any more
                     self._connection.send(encode(Cancel(job=request.job))[0])
 
-    def status(self, model: ModelSettings | None = None) -> Report:
-        """How the sidecar is, and what a model would still take; also in the midst of a call of this thread. Raises
-        `SidecarError` when it is gone.
+    def status(self, model: ModelSettings | None = None, part: PartKind | None = None) -> Report:
+        """How the sidecar is, and what a job with this model, and this part of it, would still take; also in the midst of a
+        call of this thread. Raises `SidecarError` when it is gone.
         """
+        question = Status(model=model, part=part)
         if self._is_mine:
-            return self._report(Status(model=model))
+            return self._report(question)
         with self._turn:
-            return self._report(Status(model=model))
+            return self._report(question)
 
     def free(self) -> Report | None:
         """Have everything that is loaded let go of; None where a call is under way, which needs it. Raises as `status`."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .agreement import agree, agree_in
+from .chosen_part import TEXT_ENCODER, VAE, ChosenPart
 from .encoders.remembered import RememberedPrompts
 from .encoders.reporting import GroupProgress
 from .encoders.rows import Rows
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from .encoders.text import TextEncoder
 
 HOST = torch.device("cpu")
-TEXT_ENCODER, VAE = "text encoder", "vae"
 
 
 class Components:
@@ -95,15 +95,22 @@ class Components:
     def use(self, settings: ModelSettings) -> None:
         """Read the parts as these settings say from now on, and let go of those that they choose or place otherwise."""
         before, self._settings = self._settings, settings
-        if _text_choice(settings) != _text_choice(before):
+        if ChosenPart.of(TEXT_ENCODER, settings) != ChosenPart.of(TEXT_ENCODER, before):
             self._drop_text_encoder()
-        if _vae_choice(settings) != _vae_choice(before):
+        if ChosenPart.of(VAE, settings) != ChosenPart.of(VAE, before):
             self._drop_autoencoder()
 
     @property
     def modules(self) -> list[nn.Module]:
         """The parts that have been read."""
         return [part.model for part in (self.text_encoder, self.autoencoder) if part is not None]
+
+    @property
+    def staying(self) -> tuple[ChosenPart, ...]:
+        """The parts that have been read and stay where they run: a text encoder may wait elsewhere."""
+        waits = self._settings.memory.text_encoder_device == AUTO
+        read = {TEXT_ENCODER: self.text_encoder is not None and not waits, VAE: self.autoencoder is not None}
+        return tuple(ChosenPart.of(kind, self._settings) for kind, stays in read.items() if stays)
 
     @contextmanager
     def vae(self, progress: ReportProgress) -> Iterator[Autoencoder]:
@@ -206,13 +213,3 @@ class Components:
             hold_once(model, ranks)
             release_memory()  # what each had for itself
         return Autoencoder(model, form=self._family.latent, rows=Rows(ranks), device=self._vae_device)
-
-
-def _text_choice(settings: ModelSettings) -> tuple[str, ...]:
-    """Which text encoders settings name, and where."""
-    chosen = settings.text_encoder, settings.text_encoder_2, settings.text_encoder_3, settings.tokenizers
-    return *chosen, settings.memory.text_encoder_device
-
-
-def _vae_choice(settings: ModelSettings) -> tuple[str, ...]:
-    return settings.vae, settings.memory.vae_device

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from .chosen_part import PartKind
 from .message import Message
 from .settings import ModelSettings, ParallelSettings
 
@@ -20,10 +21,13 @@ class Cancel(Message):
 
 
 class Status(Message):
-    """Ask how the sidecar is, and what a `model` would take; answered by `Report` at once, also while a job runs."""
+    """Ask how the sidecar is, and what a job that needs a `model`, and a part of it, would still take; answered by `Report` at
+    once, also while a job runs.
+    """
 
     kind: Literal["status"] = "status"
     model: ModelSettings | None = None
+    part: PartKind | None = None
 
 
 class Free(Message):

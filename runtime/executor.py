@@ -6,10 +6,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+from .asked_room import room_for
 from .channel import Bell, Frames, Listener, encode, parse, references
+from .chosen_part import PartKind
 from .errors import ProtocolError
 from .jobs import Job, are_alike, death, failed, files_of, status_of
 from .plan import Plan
@@ -154,19 +156,16 @@ class Executor:
             return None
         return max(0, int((self._deadline - time.monotonic()) * 1000) + 1)
 
-    def report(self, model: ModelSettings | None = None) -> Report:
-        """What there is and what it does, and what this model would still take."""
-        ranks = self._ranks
-        devices, room = ranks.devices if ranks else (), 0
-        if model is not None and not self._has(model):
-            with suppress(ValueError, OSError):  # the job itself will say what is wrong
-                plan = self._plan_for(Work(job="status", model=model), None)
-                room = plan.bytes_per_rank
-                devices = devices if plan.can_use(devices) else plan.devices
+    def report(self, model: ModelSettings | None = None, part: PartKind | None = None) -> Report:
+        """What there is and what it does, and what a job with this model, and this part of it, would still take."""
+        ranks, room = self._ranks, {}
+        if model is not None:
+            find_plan = partial(self._plan_for, Work(job="status", model=model), None)
+            room = room_for(model, part, loaded=ranks.all[0].memory.models if ranks else (), find_plan=find_plan)
         return Report(
             pid=os.getpid(),
             ranks=tuple(rank.report() for rank in ranks.all) if ranks else (),
-            devices=devices,
+            devices=ranks.devices if ranks else (),
             model=self._model,
             busy=self.job.name if self.job else "",
             room=room,
@@ -191,10 +190,6 @@ class Executor:
             return self.job.deadline
         limit = 60.0 * self._keep.idle_minutes
         return self._idle_since + limit if self._ranks and limit else None
-
-    def _has(self, model: ModelSettings) -> bool:
-        first = self._ranks.all[:1] if self._ranks else ()
-        return any(model.weights == held.model.weights for rank in first for held in rank.memory.models)
 
     # Ranks
 

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
+from .chosen_part import ChosenPart
 from .configuration import NONSENSE
 from .encoders.vae import DECODING
 from .errors import Refused
@@ -89,6 +90,11 @@ class DiffusersPipeline:
     def held(self) -> Bytes:
         """What the weights of all its parts take."""
         return weigh([self._vae, *(part for part in self._pipeline.components.values() if isinstance(part, nn.Module))])
+
+    @property
+    def parts(self) -> tuple[ChosenPart, ...]:
+        """None that was chosen: they are loaded with the model."""
+        return ()
 
     @property
     def changed(self) -> str:

@@ -14,6 +14,7 @@ from .areas import pair_areas
 from .blocks import BlockRunner
 from .casting import take_exact_timestep, take_model_dtype
 from .checkpoint import build_transformer, fill_transformer
+from .chosen_part import ChosenPart
 from .components import Components
 from .conditions import ConditioningReader
 from .encoders.remembered import RememberedPrompts
@@ -98,8 +99,7 @@ class Pipeline:
         self._positions: int | None = config[facts.spec.positions] if facts.spec.positions else None
         predictors = [Predictor(each.transformer, facts.spec, dtype=self._dtype) for each in self.experts]
         predict = ByNoise(*predictors, boundary=facts.boundary) if len(predictors) > 1 else predictors[0]
-        replicas = mesh.group("data")
-        self._predict = predict if replicas is None else Replicas(predict, replicas)
+        self._predict = predict if (replicas := mesh.group("data")) is None else Replicas(predict, replicas)
 
     @classmethod
     def load(
@@ -111,9 +111,8 @@ class Pipeline:
         prompts: RememberedPrompts | None = None,
         make_room: Callable[[Bytes], None] = lambda needed: None,
     ) -> Pipeline:
-        """The transformer, or the pair of them. Encoder and VAE are read when they are first used.
-
-        `make_room` is called with what the transformers will take, before a weight is read, and so for encoder and VAE.
+        """The transformer, or the pair of them; encoder and VAE are read when they are first used. `make_room` is called before
+        either, with what it will take.
         """
         facts = inspect_settings(settings)
         check_parts(settings, facts.spec)
@@ -140,6 +139,11 @@ class Pipeline:
         return sum(experts, weigh(self._components.modules))
 
     @property
+    def parts(self) -> tuple[ChosenPart, ...]:
+        """The parts beside the transformers that have been read and stay on the device."""
+        return self._components.staying
+
+    @property
     def changed(self) -> str:
         """Which files of the transformers are no longer what they were when they were read, in words; empty for none."""
         return next((words for expert in self.experts if (words := expert.files.changed)), "")
@@ -151,9 +155,7 @@ class Pipeline:
 
     def use_loras(self, loras: Collection[LoraSettings]) -> tuple[str, ...]:
         """Sample with these and no others from now on, without loading the model again; a line to tell of each. All ranks
-        call it together.
-
-        Raises `Refused` when one of them cannot be used; then nothing has changed.
+        call it together. Raises `Refused` when one of them cannot be used; then nothing has changed.
         """
         files = LoadedFiles.of(lora.path for lora in loras)
         told = use_on([expert.loras for expert in self.experts], stamped(loras, files, mesh=self._mesh))

@@ -7,10 +7,11 @@ keeps the references and never makes tensors of them.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import Field, TypeAdapter, model_validator
 
+from .chosen_part import TEXT_ENCODER, VAE, PartKind
 from .controls import Cancel, Free, Job, Keep, Shutdown, Spread, Status
 from .message import ITEM_BYTES as ITEM_BYTES  # for the nodes, which import from here alone
 from .message import Conditioning, Message, Tensor
@@ -50,8 +51,9 @@ class Hello(Message):
 
 
 class Work(Message):
-    """Base of what the ranks do, with the model that they do it with."""
+    """Base of what the ranks do, with the model that they do it with, and the part beside its transformer that it takes."""
 
+    part: ClassVar[PartKind | None] = None
     job: Job
     model: ModelSettings
 
@@ -59,6 +61,7 @@ class Work(Message):
 class EncodeText(Work):
     """Encode a prompt with the model's own text encoder. Answered by `Encoded`."""
 
+    part: ClassVar[PartKind | None] = TEXT_ENCODER
     kind: Literal["encode_text"] = "encode_text"
     text: str = Field(max_length=1 << 16)
 
@@ -118,6 +121,7 @@ class Check(Sample):
 class Decode(Work):
     """Latent to pictures with the model's own VAE. Answered by `Decoded`."""
 
+    part: ClassVar[PartKind | None] = VAE
     kind: Literal["decode"] = "decode"
     latent: Tensor
 
@@ -128,6 +132,7 @@ class EncodePixels(Work):
     `pixels` is ComfyUI's IMAGE, `(N, H, W, 3)` in 0..1; for a VAE of videos they are the frames of one.
     """
 
+    part: ClassVar[PartKind | None] = VAE
     kind: Literal["encode_pixels"] = "encode_pixels"
     pixels: Tensor
 

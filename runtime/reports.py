@@ -6,17 +6,21 @@ from typing import Literal
 
 from pydantic import Field
 
+from .chosen_part import ChosenPart
 from .message import Message
 from .settings import ModelSettings
 from .units import in_units
 
 
 class HeldModel(Message):
-    """A model that a rank has loaded, and what it takes of the device's memory and of the host's."""
+    """A model that a rank has loaded, and what it takes of the device's memory and of the host's; `parts` beside the
+    transformer stay on the device.
+    """
 
     model: ModelSettings
     device_bytes: int = Field(ge=0)
     host_bytes: int = Field(ge=0)
+    parts: tuple[ChosenPart, ...] = ()
 
     def __str__(self) -> str:
         name = self.model.model.rstrip("/").rsplit("/", 1)[-1]
@@ -61,8 +65,8 @@ class RankReport(Message):
 
 
 class Report(Message):
-    """Answer to `Status` and `Free`. `room` is what the model that was asked for is still to take on each of `devices`, at
-    least.
+    """Answer to `Status` and `Free`. `devices` are those of the ranks; `room` is what the job that was asked for is still to
+    take, by device, at least.
     """
 
     kind: Literal["report"] = "report"
@@ -71,7 +75,7 @@ class Report(Message):
     devices: tuple[str, ...] = ()
     model: str = ""
     busy: str = ""
-    room: int = 0
+    room: dict[str, int] = {}
 
     @property
     def memory(self) -> str:

@@ -136,8 +136,8 @@ class Server:
                 self._queue.append(Job(peer=peer, request=request, frames=frames))
             case Cancel(job=name):
                 self._cancel(name)
-            case Status(model=model):
-                self._answer(peer, self._executor.report(model))
+            case Status(model=model, part=part):
+                self._answer(peer, self._executor.report(model, part))
             case Free():
                 self._executor.free()
                 self._answer(peer, self._executor.report())

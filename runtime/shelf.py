@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .chosen_part import ChosenPart
 from .free_memory import free_bytes
 from .mesh import Mesh
 from .rank_settings import KeepSettings, limit_of
@@ -62,6 +63,10 @@ class Shelf:
     def held(self) -> dict[ModelSettings, Bytes]:
         """What each model takes, the one used last at the end."""
         return {model: pipeline.held for model, pipeline in self._pipelines.items()}
+
+    def parts_of(self, model: ModelSettings) -> tuple[ChosenPart, ...]:
+        """The parts of a model beside its transformer that stay on the device."""
+        return self._pipelines[model].parts
 
     def make_room(self, needed: Bytes, *, mesh: Mesh) -> None:
         """Let go of models whose files have changed, and of those used longest ago until what is needed fits in beside the

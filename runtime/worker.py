@@ -186,8 +186,9 @@ class Worker:
 
     def _tell_memory(self) -> None:
         """Tell the server what is loaded, when that has changed."""
+        parts = self._shelf.parts_of
         models = tuple(
-            HeldModel(model=weights, device_bytes=held.device, host_bytes=held.host)
+            HeldModel(model=weights, device_bytes=held.device, host_bytes=held.host, parts=parts(weights))
             for weights, held in self._shelf.held().items()
         )
         memory = Memory(models=models, prompt_bytes=self._prompts.nbytes)

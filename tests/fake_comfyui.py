@@ -17,7 +17,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "outrigger_under_test"
 PARTS = (
+    "conditioning",
     "convert",
+    "decode",
     "encode",
     "display",
     "files",

@@ -12,8 +12,10 @@ from runtime.server import Server, run_server
 
 
 def plan_for(work, held):
-    count = work.model.parallel.device_count or 1
-    return Plan(data=1, cfg=count, ring=1, ulysses=1, tensor=1, devices=("cpu",) * count, bytes_per_rank=5 << 20)
+    parallel = work.model.parallel
+    count, on_gpus = parallel.device_count or 1, parallel.devices.startswith("cuda")
+    devices = tuple(f"cuda:{number}" if on_gpus else "cpu" for number in range(count))
+    return Plan(data=1, cfg=count, ring=1, ulysses=1, tensor=1, devices=devices, bytes_per_rank=5 << 20)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class FakePipeline:
         print("loaded in", os.getpid(), flush=True)
         return cls(behaviour, mesh)
 
-    changed = ""
+    changed, parts = "", ()
 
     @property
     def held(self):

@@ -17,6 +17,7 @@ CONTROL = (
     "out_of_memory",
     "comparison",
     "settings",
+    "chosen_part",
     "rank_settings",
     "message",
     "reports",
@@ -52,7 +53,6 @@ COMPUTE = (
     "sampling",
     "encoders",
     "number_formats",
-    "part_sizes",
     "components",
     "room",
     "steps",
@@ -93,6 +93,8 @@ FACTS = (
     "reason",
     "plan_devices",
     "plan",
+    "part_sizes",
+    "asked_room",
 )
 """Read without torch, by the server as well."""
 NODES_MAY_IMPORT = {"runtime", "runtime.settings", "runtime.protocol", "runtime.client", "runtime.errors"}

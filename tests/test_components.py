@@ -161,6 +161,8 @@ def test_text_and_picture_are_the_same_wherever_encoder_and_vae_are(place):
     assert torch.equal(moved.text, reference.text) and torch.equal(moved.picture, reference.picture)
     components, stays = moved._components, place != "on-demand"
     assert (components.text_encoder is not None, components.autoencoder is not None) == (stays, stays)
+    on_device = {"auto": ["vae"], "on-demand": []}.get(place, ["text encoder", "vae"])
+    assert [part.kind for part in moved.parts] == on_device and {part.place for part in moved.parts} <= {place}
 
 
 def test_what_is_read_on_demand_is_gone_when_memory_is_released(monkeypatch):

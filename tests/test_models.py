@@ -95,7 +95,14 @@ def test_what_the_first_rank_lets_go_of_while_it_runs_alone_is_gone_on_every_ran
 def test_status_says_what_a_model_would_still_take(roomy):
     run(roomy, sample(A, ranks=2))
     rooms = [roomy.status(ModelSettings(model=model)).room for model in (A, "fake?name=other")]
-    assert rooms == [0, 5 << 20]  # what the plan of the pretending server says
+    assert rooms == [{}, {"cpu": 5 << 20}]  # what the plan of the pretending server says
+
+
+def test_status_says_what_the_part_that_a_job_needs_would_take_beside_the_transformer(roomy):
+    model = ModelSettings(model="tiny-shapes", parallel=ParallelSettings(devices="cuda:0,1"))
+    alone, with_vae = (roomy.status(model, part).room for part in (None, "vae"))
+    more = {device: with_vae[device] - size for device, size in alone.items()}
+    assert alone == dict.fromkeys(("cuda:0", "cuda:1"), 5 << 20) and min(more.values()) > 1 << 20
 
 
 def test_free_ends_the_ranks_and_the_next_prompt_works(roomy):

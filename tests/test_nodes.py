@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import traceback
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -526,7 +527,7 @@ class FakeSidecar:
 
     def __init__(self, events) -> None:
         type(self).started += 1
-        self.events, self.alive, self.requests, self.closed = events, True, [], False
+        self.events, self.alive, self.requests, self.closed, self.asked = events, True, [], False, []
 
     def call(self, request, *, interrupted):
         self.requests.append(request)
@@ -537,7 +538,8 @@ class FakeSidecar:
             if interrupted():
                 raise self.cancelled
 
-    def status(self, model=None):
+    def status(self, model=None, part=None):
+        self.asked += [(model, part)] if model else []
         return self.report
 
     def close(self) -> None:
@@ -591,6 +593,26 @@ def test_previews_are_asked_for_as_comfyui_is_set_when_the_node_runs(
     (request,) = started[0].requests
     assert request.preview == kind
     assert request.preview_decoders == ((str(decoder),) if kind == "taesd" else ())
+
+
+def test_comfyui_is_asked_for_the_room_of_the_part_that_a_node_needs(pack, sidecar):
+    protocol = pack.runtime_protocol
+    (model,) = pack.model.OutriggerLoadModel.execute(model="tiny-shapes")
+    conditioning = protocol.Conditioning(embedding=torch.zeros(1, 4, 8))
+    picture, latent = torch.zeros(1, 8, 8, 3), torch.zeros(1, 16, 1, 4, 4)
+    ends = {
+        "encode_text": partial(protocol.Encoded, conditioning=conditioning),
+        "sample": partial(protocol.Sampled, latent=latent),
+        "decode": partial(protocol.Decoded, images=picture),
+        "encode_pixels": partial(protocol.EncodedPixels, latent=latent),
+    }
+    started = sidecar(lambda request: ends[request.kind](job=request.job, seconds=0.1))
+    pack.conditioning.OutriggerTextEncode.execute(model=model, text="red")
+    sample(pack)
+    pack.decode.OutriggerDecode.execute(model=model, samples={"samples": latent})
+    pack.encode.OutriggerEncode.execute(model=model, pixels=picture)
+    assert [part for _, part in started[0].asked] == ["text encoder", None, "vae", "vae"]
+    assert all(asked == model for asked, _ in started[0].asked)
 
 
 def test_steps_move_the_bar_and_other_stages_are_text(pack, sidecar):
@@ -758,7 +780,7 @@ class Planned:
         self.devices.append(devices)
         yield protocol.Sampled(job=request.job, latent=self.latents[devices], seconds=0.1)
 
-    def status(self, model=None):
+    def status(self, model=None, part=None):
         ranks = (self.pack.runtime_protocol.RankReport(rank=0, pid=1, device="cpu"),)
         return self.pack.runtime_protocol.Report(pid=1, ranks=ranks)
 

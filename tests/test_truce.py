@@ -16,7 +16,7 @@ def report(pack, *, devices=("cuda:0", "cuda:1"), device_mib=0, host_mib=0, room
     held = protocol.HeldModel(model=settings, device_bytes=device_mib * MIB, host_bytes=host_mib * MIB)
     memory = protocol.Memory(models=(held,) if device_mib or host_mib else ())
     ranks = [protocol.RankReport(rank=n, pid=1, device=d, memory=memory) for n, d in enumerate(devices)]
-    return protocol.Report(pid=1, ranks=tuple(ranks), devices=devices, room=room_mib * MIB)
+    return protocol.Report(pid=1, ranks=tuple(ranks), devices=devices, room=dict.fromkeys(devices, room_mib * MIB))
 
 
 @pytest.fixture
