@@ -13,6 +13,7 @@ import pytest
 
 from runtime.bench.memory_watch import shared_once
 from runtime.forks import Forks, can_fork, kill_group
+from runtime.host_memory import own_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux")
 WAIT = 120.0
@@ -53,6 +54,8 @@ def test_each_is_a_process_of_its_own_with_its_own_pipes_and_its_own_end(forks):
     assert len(os.listdir(f"/proc/{forks.pid}/task")) == 1, "a thread was there when it forked"
     assert all(_own(fork.pid) < OWN for fork in (first, second))
     assert shared_once(forks.pid) > sum(map(_own, (first.pid, second.pid)))
+    every = (forks.pid, first.pid, second.pid)  # what was there when they were forked counts once
+    assert OWN < sum(map(own_bytes, every)) < sum(map(shared_once, every))
     kill_group(first.pid)
     assert first.wait() == -9 and second.returncode is None
     second.stdin.close()
