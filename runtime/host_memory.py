@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +56,10 @@ class HostMemory:
         known = _known() if MEMINFO.is_file() else []  # elsewhere the cache of files counts as taken
         free = min(known) + freed if known else None
         return cls(free, address_space=_bound("RLIMIT_AS"), data=_bound("RLIMIT_DATA"))
+
+    def beside(self, taken: int) -> HostMemory:
+        """What there is once so much more has been taken."""
+        return self if self.free is None else replace(self, free=max(0, self.free - taken))
 
     @property
     def bounds_processes(self) -> bool:

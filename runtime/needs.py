@@ -209,7 +209,7 @@ class Needs:
             return f"{', '.join(self.devices)} {'have' if self.devices[1:] else 'has'} {in_units(self.memory)}"
         if there.free is not None and there.free < host:
             what = "that is" if self.on_host else f"{self._waiting(degrees.tensor)} take"
-            return f"{what} {in_units(host)} of host memory in all, and {in_units(there.free)} are free"
+            return f"{what} {in_units(host)} of host memory in all, and {in_units(there.free)} are free beside the processes"
         if self.on_host and there.address_space is not None and there.address_space < PROCESS.address_space + peak:
             return f"a process may map {_of_which(there.address_space, 'v', PROCESS.address_space)}"
         own = peak if degrees.product == 1 else self._held(degrees.tensor).mapped + self.activation_bytes(degrees)

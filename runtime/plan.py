@@ -12,6 +12,7 @@ from .degrees import Degrees
 from .errors import Refused
 from .experts import inspect_settings
 from .footprint import ON_DEVICE
+from .forks import process_bytes
 from .inspection import ModelFacts
 from .lora.size import Added, added_by
 from .machine import Machine
@@ -161,7 +162,8 @@ def _needs(facts: ModelFacts, machine: Machine, devices: Sequence[str], holding:
     dtype = auto if holding.dtype == "auto" else holding.dtype
     memory = min(sizes, default=0) * MIB
     held = (holding.offload, holding.workload, holding.added)
-    return Needs(facts, dtype, memory, *held, devices=tuple(devices), host=machine.host, known=holding.known)
+    host = machine.host.beside(process_bytes(devices))  # those that run already count as free
+    return Needs(facts, dtype, memory, *held, devices=tuple(devices), host=host, known=holding.known)
 
 
 # What is wrong ------------------------------------------------------------------------------------------------------

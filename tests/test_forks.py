@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from runtime.bench.memory_watch import shared_once
-from runtime.forks import Forks, can_fork, kill_group
+from runtime.forks import Forks, can_fork, kill_group, process_bytes
 from runtime.host_memory import own_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux")
@@ -56,6 +56,7 @@ def test_each_is_a_process_of_its_own_with_its_own_pipes_and_its_own_end(forks):
     assert shared_once(forks.pid) > sum(map(_own, (first.pid, second.pid)))
     every = (forks.pid, first.pid, second.pid)  # what was there when they were forked counts once
     assert OWN < sum(map(own_bytes, every)) < sum(map(shared_once, every))
+    assert abs(process_bytes(("cpu",) * 2) / sum(map(own_bytes, every)) - 1) < 0.2
     kill_group(first.pid)
     assert first.wait() == -9 and second.returncode is None
     second.stdin.close()

@@ -12,6 +12,7 @@ import pytest
 
 from runtime.__main__ import main
 from runtime.degrees import Degrees
+from runtime.forks import process_bytes
 from runtime.host_memory import HostMemory
 from runtime.inspection import inspect_model
 from runtime.machine import CudaDevice, Machine
@@ -39,8 +40,9 @@ FACTS = inspect_model("random:wan")
 LOAD = Workload((1, 16, 1, 64, 64), text=20, branches=2)
 
 
-def machine_with(**host: int) -> Machine:
-    return Machine(cores=4, host=HostMemory(**host))
+def machine_with(*, free: int, ranks: int = 0, **bounds: int) -> Machine:
+    """One with so much free beside the processes of ranks."""
+    return Machine(cores=4, host=HostMemory(free=free + process_bytes(("cpu",) * ranks), **bounds))
 
 
 def needs_of(count: int, *, facts=FACTS, **fields) -> Needs:
@@ -117,7 +119,7 @@ def test_pages_of_a_file_need_no_room_and_what_is_made_of_them_does(models):
     size = made.bytes_per_rank(1) - kept
     assert made.host_bytes(Degrees()) == size and made.lack(Degrees())
     with pytest.raises(PlanRefused, match=r"The nearest that fits: offload disk .*\(Configure Memory\)") as refusal:
-        make_plan(ParallelSettings(), facts, machine_with(free=size - 1), dtype="bf16")
+        make_plan(ParallelSettings(), facts, machine_with(free=size - 1, ranks=1), dtype="bf16")
     assert refusal.value.smaller.offload.offload == "disk"
 
 
@@ -164,19 +166,33 @@ def test_a_video_gets_fewer_frames_before_a_smaller_picture():
         (needs_of(1).bytes_per_rank(1) + (2 << 20), "a batch of 1 at"),
     ):
         with pytest.raises(PlanRefused, match=words) as refusal:
-            make_plan(ParallelSettings(), FACTS, machine_with(free=free), dtype="fp32", workload=video)
+            make_plan(ParallelSettings(), FACTS, machine_with(free=free, ranks=1), dtype="fp32", workload=video)
         latent = refusal.value.smaller.latent
         assert make_plan(
-            ParallelSettings(), FACTS, machine_with(free=free), dtype="fp32", workload=replace(video, latent=latent)
+            ParallelSettings(),
+            FACTS,
+            machine_with(free=free, ranks=1),
+            dtype="fp32",
+            workload=replace(video, latent=latent),
         )
 
 
 def test_the_copy_that_blocks_come_from_has_to_fit_beside_a_gpu():
-    machine = Machine(cuda=(CudaDevice("GPU", 80 << 10),), host=HostMemory(free=1 << 19))
+    free = process_bytes(("cuda:0",)) + (1 << 19)
+    machine = Machine(cuda=(CudaDevice("GPU", 80 << 10),), host=HostMemory(free=free))
     layerwise = MemorySettings(offload="layerwise")
     with pytest.raises(PlanRefused, match=r"blocks that wait take [\d.]+ KiB of host memory in all, and 512\.0 KiB"):
         make_plan(ParallelSettings(), FACTS, machine, offload=layerwise)
     assert make_plan(ParallelSettings(), FACTS, machine).host_bytes == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_processes_of_ranks_take_host_memory_before_they_hold_a_weight(ranks):
+    parallel, needs = ParallelSettings(devices=f"cpu:{ranks}", ulysses=ranks), needs_of(ranks)
+    size, fields = needs.host_bytes(Degrees(ulysses=ranks)), {"dtype": "fp32", "workload": LOAD}
+    assert make_plan(parallel, FACTS, machine_with(free=size, ranks=ranks), **fields).host_bytes == size
+    with pytest.raises(PlanRefused, match="are free beside the processes"):
+        make_plan(parallel, FACTS, machine_with(free=size - 1, ranks=ranks), **fields)
 
 
 def test_a_limit_of_the_system_is_seen():

@@ -11,6 +11,7 @@ import pytest
 
 from runtime.degrees import Degrees
 from runtime.families import FAMILIES
+from runtime.forks import process_bytes
 from runtime.host_memory import HostMemory
 from runtime.inspection import inspect_model
 from runtime.machine import CudaDevice, Machine
@@ -159,4 +160,4 @@ def test_on_a_gpu_files_are_in_host_memory_too(tmp_path):
     plan, without = (plan_model(each, machine) for each in (model, model.model_copy(update={"loras": ()})))
     assert plan.host_bytes == plan.bytes_per_rank - without.bytes_per_rank > 0
     with pytest.raises(PlanRefused, match=r"but LoRAs take .* of host memory in all, and 1\.0 KiB are free"):
-        plan_model(model, replace(machine, host=HostMemory(free=1 << 10)))
+        plan_model(model, replace(machine, host=HostMemory(free=process_bytes(("cuda:0",)) + (1 << 10))))
