@@ -26,8 +26,8 @@ from .workload import Call, Prompt, Workload
 TOKENS = Moment(1)
 """As wide as the model, before a block."""
 LATENTS = 4
-"""Of sampling in float32: the one that is given, noise, the sampler's own and its input. What the model takes is joined of
-the branches, first in float32."""
+"""Of sampling in float32: the one that is given, noise, the sampler's own and its input; with a noise mask one more. What the
+model takes is joined of the branches, first in float32."""
 READ, TAKEN = 1, 1
 """Copies of a prompt: as it is read, and as the model takes it."""
 GELU = 2
@@ -49,56 +49,76 @@ def activation_bytes(
     load: Workload,
     *,
     dtype: str,
+    on_host: bool = False,
     kernels: str = IN_TORCH,
     changes: WorkedOut = MappingProxyType({}),
 ) -> int:
-    """The most that a rank works with beside the weights; 0 for a family for which that is not known. `kernels` are those for
-    weights in 4 bits, and `changes` what LoRAs have worked out in each call, by the name of a Linear.
+    """The most that a rank works with beside the weights; 0 for a family for which that is not known. `on_host`: on the
+    processor. `kernels` are those for weights in 4 bits, and `changes` what LoRAs have worked out in each call, by the name of a Linear.
     """
     form, size = facts.spec.activations, DTYPE_BYTES[dtype]
     if form is None:
         return 0
     linears = _linears(facts, degrees.tensor, kernels, changes)
+    is_moved = not on_host or size < FLOAT32_BYTES
     calls = [
-        _bytes_of(call, entries, facts, degrees, load, size, linears)
+        _bytes_of(call, facts, degrees, load, size, linears)
+        + _prompts(entries, facts, load, is_moved=is_moved) * size
+        + _beside(facts, load, call, entries, size)
         for entries in load.shares(degrees.cfg)
         for call in load.calls(entries, fill=facts.spec.text_fill)
     ]
-    return max(calls, default=0)
+    return max(calls, default=0) + facts.spec.sigma_table * FLOAT32_BYTES
 
 
 def _bytes_of(
     call: Call,
-    entries: Sequence[Prompt],
     facts: ModelFacts,
     degrees: Degrees,
     load: Workload,
     size: int,
     linears: Sequence[_Linear],
 ) -> int:
-    """What a rank has that evaluates these entries, in one of its calls of the model."""
-    form = facts.spec.activations
+    """What a rank has in a call of the model, but for what its entries read."""
+    form, width = facts.spec.activations, facts.heads * facts.head_dim
     items = -(-load.batch * call.count // degrees.data)
+    (tokens, words), (image, text) = _dealt(call, facts, degrees, load)
+    block = _block(call, facts, degrees.tensor, image, text, size)
+    attention = _moment(form.attention, facts, degrees.tensor, image, text, size)
+    exchanged = (image if form.attention.text == 0 else image + text) * _heads(facts, degrees.tensor)
+    attention += exchanged * _exchange(*_sharing(degrees, load, heads=facts.heads // degrees.tensor), size)
+    called = max((_at_call(each, facts, degrees.tensor, items, image, text, size) for each in linears), default=0)
+    undealt = form.undealt * (tokens - image) + words - text
+    beside = undealt * size + (form.tables * tokens + form.float32 * image) * FLOAT32_BYTES
+    tables = (form.head_tables + items * form.item_tables) * tokens * facts.head_dim * FLOAT32_BYTES
+    widest = max(items * max(block, attention), called) + items * beside * width + tables
+    return round(widest) + _latents(load, call, items, size)
+
+
+def _prompts(entries: Sequence[Prompt], facts: ModelFacts, load: Workload, *, is_moved: bool) -> int:
+    """Numbers of the prompts of these entries: as they are read, where that makes a copy, and as the model takes them."""
+    fill, tokens = facts.spec.text_fill, 0
+    for entry in entries:
+        is_copied = not entry.again and (is_moved or load.batch > 1 or entry.text < fill)
+        tokens += max(entry.text, fill) * (TAKEN + READ * is_copied)
+    return load.batch * tokens * facts.config.get(facts.spec.text_width, 0)
+
+
+def _dealt(call: Call, facts: ModelFacts, degrees: Degrees, load: Workload) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Tokens of an item's picture and of its prompt, and how many of either the rank with most of them has."""
     sharing = degrees.ring * degrees.ulysses * (degrees.cfg if load.branches == 1 else 1)
     is_dealt = any("text" in (place.stream, *place.behind) for place in facts.spec.split.split)
     tokens, words = (_filled(count, facts) for count in (load.tokens(facts.spec.patch, call=call), call.text))
-    image, text = -(-tokens // sharing), -(-words // (sharing if is_dealt else 1))
+    return (tokens, words), (-(-tokens // sharing), -(-words // (sharing if is_dealt else 1)))
+
+
+def _block(call: Call, facts: ModelFacts, tensor: int, image: int, text: int, size: int) -> float:
+    """Bytes that an item has at the widest moment of a block but for attention."""
+    form = facts.spec.activations
     inside = form.referred if form.referred and _is_clean(call, facts) else form.mlp
     moments = (inside, form.widened) if size < FLOAT32_BYTES else (inside,)
-    block = max(_moment(each, facts, degrees.tensor, image, text, size) for each in moments)
-    exchanged = (image if form.attention.text == 0 else image + text) * _heads(facts, degrees.tensor)
-    attention = _moment(form.attention, facts, degrees.tensor, image, text, size)
-    ring, ulysses = _sharing(degrees, load, heads=facts.heads // degrees.tensor)
-    attention += exchanged * _exchange(ring, ulysses, size)
-    undealt = (
-        (form.undealt * (tokens - image) * size + form.tables * tokens * FLOAT32_BYTES) * facts.heads * facts.head_dim
-    )
-    tables = (form.head_tables + items * form.item_tables) * tokens * facts.head_dim * FLOAT32_BYTES
-    read = sum(max(entry.text, facts.spec.text_fill) * (TAKEN if entry.again else READ + TAKEN) for entry in entries)
-    prompts = load.batch * read * facts.config.get(facts.spec.text_width, 0) * size
-    latents = _latents(load, items, size) + _beside(facts, load, call, entries, size)
-    called = max((_at_call(each, facts, degrees.tensor, items, image, text, size) for each in linears), default=0)
-    return round(max(items * max(block, attention), called) + items * undealt + tables) + latents + prompts
+    block = max(_moment(each, facts, tensor, image, text, size) for each in moments)
+    return max(block, _moment(form.of_text, facts, tensor, text, image, size) if form.of_text else 0)
 
 
 def _filled(tokens: int, facts: ModelFacts) -> int:
@@ -112,10 +132,12 @@ def _is_clean(call: Call, facts: ModelFacts) -> bool:
     return bool(call.references) and (call.method or facts.spec.references[0]) == CLEAN
 
 
-def _latents(load: Workload, items: int, size: int) -> int:
-    """Bytes of latents in sampling, of so many items that the model takes."""
+def _latents(load: Workload, call: Call, items: int, size: int) -> int:
+    """Bytes of latents in sampling, of so many items that the model takes; what other calls have predicted waits beside them."""
     numbers = math.prod(load.latent) // load.batch
-    return (LATENTS * FLOAT32_BYTES * load.batch + items * (FLOAT32_BYTES + size)) * numbers
+    waiting = call.others * load.latent[1]
+    held = load.batch * ((LATENTS + load.masked) * numbers + waiting)
+    return held * FLOAT32_BYTES + items * (FLOAT32_BYTES + size) * numbers
 
 
 def _beside(facts: ModelFacts, load: Workload, call: Call, entries: Sequence[Prompt], size: int) -> int:

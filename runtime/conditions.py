@@ -44,9 +44,10 @@ class ConditioningReader:
         for field, way_out in self._family.refuses:
             if getattr(conditioning, field):
                 raise Refused(f"the conditioning carries {field} {getattr(conditioning, field)}: {way_out}")
-        fill = max(self._family.text_fill - embedding.shape[1], 0)
+        fill = self._family.text_fill - embedding.shape[1]
+        embedding = embedding.to(**self._place)
         read = {
-            "embedding": F.pad(embedding.to(**self._place), (0, 0, fill, 0)),
+            "embedding": F.pad(embedding, (0, 0, fill, 0)) if fill > 0 else embedding,
             "second_embedding": self._second(conditioning),
             "pooled": self._pooled(conditioning),
             "attention_mask": self._mask(conditioning.attention_mask),

@@ -166,7 +166,7 @@ class Needs:
         """What a rank works with in a step beside the weights; 0 where that is not known."""
         if not self.workload:
             return 0
-        kinds = {"dtype": self.dtype, "kernels": self._kernels}
+        kinds = {"dtype": self.dtype, "on_host": self.on_host, "kernels": self._kernels}
         _, changes = self._loras(degrees.tensor)
         return max(
             activation_bytes(self.facts, degrees, self.workload, changes=each, **kinds) for each in changes or [{}]

@@ -44,10 +44,12 @@ class Prompt(NamedTuple):
 
 class Call(NamedTuple):
     """So many entries that go through the model together, each of so many tokens of text, this part of the latent, and
-    references of these shapes, which stand there by this `method`.
+    references of these shapes, which stand there by this `method`. The `others` that are used at that time cover so many pixels
+    of the latent in all.
     """
 
     count: int
+    others: int
     text: int
     dims: tuple[int, ...]
     references: tuple[tuple[int, ...], ...] = ()
@@ -58,7 +60,8 @@ class Call(NamedTuple):
 class Workload:
     """One step of sampling: the shape of the `latent`, `(B, C, H, W)` or `(B, C, F, H, W)`, and those of the most `references`
     beside it; the tokens of the longest prompt; and how many branches guidance evaluates. `downscale` as in `Sample`.
-    `prompts` are the entries of those branches; where they are not known, one of the longest prompt for each.
+    `prompts` are the entries of those branches; where they are not known, one of the longest prompt for each. `masked`: a part
+    of the latent is kept.
     """
 
     latent: tuple[int, ...]
@@ -67,6 +70,7 @@ class Workload:
     references: tuple[tuple[int, ...], ...] = ()
     downscale: tuple[int | None, int | None] = (None, None)
     prompts: tuple[tuple[Prompt, ...], ...] = ()
+    masked: bool = False
 
     @classmethod
     def of(cls, request: Sample) -> Workload:
@@ -90,6 +94,7 @@ class Workload:
             ),
             references=max((tuple(tuple(each.shape) for each in entry.references) for entry in entries), key=len),
             downscale=request.downscale,
+            masked=request.noise_mask is not None,
         )
 
     def sampled_as(self, form: LatentFormat) -> Workload:
@@ -129,11 +134,14 @@ class Workload:
         calls: set[Call] = set()
         for moment in {entry.start for entry in entries}:
             used = [entry for entry in entries if entry.start <= moment <= entry.end]
-            alike = Counter(
-                (entry.end == moment, max(entry.text, fill), self.dims_of(entry.area), entry.references, entry.method)
-                for entry in used
+            apart = ((entry.end == moment, entry.area is None) for entry in used)
+            shapes = (
+                (max(entry.text, fill), self.dims_of(entry.area), entry.references, entry.method) for entry in used
             )
-            calls |= {Call(min(count, MOST_JOINED), *shape) for (_, *shape), count in alike.items()}
+            alike = Counter(zip(apart, shapes, strict=True))
+            pixels = sum(count * math.prod(shape[1]) for (_, shape), count in alike.items())
+            joined = ((min(count, MOST_JOINED), shape) for (_, shape), count in alike.items())
+            calls |= {Call(count, pixels - count * math.prod(shape[1]), *shape) for count, shape in joined}
         return sorted(calls)
 
     def dims_of(self, area: Area | None) -> tuple[int, ...]:

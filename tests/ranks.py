@@ -131,6 +131,8 @@ def entry(case: Case, length: int, fields: dict[str, Any], generator: torch.Gene
     length = family.text_length if family.picture_tokens else length
     embedding = torch.randn(1, length, family.tiny[family.text_width], generator=generator)
     drawn = {"mask": torch.rand(1, 6, 6, generator=generator)} if "mask" in fields else {}
+    if "area_from_mask" in fields:
+        drawn["mask_spans"] = ((0, 6), (0, 6))
     if family.pooled_width:
         drawn |= {"pooled": torch.randn(1, family.tiny[family.pooled_width], generator=generator), "guidance": 4.0}
     if case.padded:

@@ -302,12 +302,24 @@ def test_entries_of_one_length_and_size_go_through_the_model_together_where_they
     branches = ((Prompt(5), Prompt(9), Prompt(9, half)), (Prompt(9), Prompt(5, **never)))
     load, whole = Workload((1, 16, 40, 48), text=9, branches=2, prompts=branches), (40, 48)
     alone, (first, second) = load.shares(1)[0], load.shares(2)
-    assert load.calls(alone) == [Call(1, 5, whole), Call(1, 9, (40, 24)), Call(2, 9, whole)]
-    assert load.calls(alone, fill=16) == [Call(1, 16, (40, 24)), Call(3, 16, whole)]
-    assert load.calls(first) == [Call(1, 5, whole), Call(1, 9, (40, 24)), Call(1, 9, whole)]
-    assert load.calls(second) == [Call(1, 9, whole)]
-    assert load.calls([Prompt(5, **never)]) == [] and load.calls([Prompt(5, outside)]) == [Call(1, 5, whole)]
-    assert load.calls([Prompt(5)] * 9) == [Call(MOST_JOINED, 5, whole)]
+    pixels, part = 40 * 48, 40 * 24
+    apart = [Call(1, 2 * pixels + part, 5, whole), Call(1, 3 * pixels, 9, (40, 24)), Call(2, pixels + part, 9, whole)]
+    assert load.calls(alone) == apart
+    assert load.calls(alone, fill=16) == [Call(1, 3 * pixels, 16, (40, 24)), Call(3, part, 16, whole)]
+    assert load.calls(first) == [
+        Call(1, pixels + part, 5, whole),
+        Call(1, pixels + part, 9, whole),
+        Call(1, 2 * pixels, 9, (40, 24)),
+    ]
+    assert load.calls(second) == [Call(1, 0, 9, whole)]
+    assert load.calls([Prompt(5, **never)]) == [] and load.calls([Prompt(5, outside)]) == [Call(1, 0, 5, whole)]
+    assert load.calls([Prompt(5)] * 9) == [Call(MOST_JOINED, (9 - MOST_JOINED) * pixels, 5, whole)]
+    ending, beginning = {"end": 0.5}, {"start": 0.5}
+    assert load.calls([Prompt(5), Prompt(5, **ending), Prompt(5, **beginning)]) == [
+        Call(1, 2 * pixels, 5, whole),
+        Call(2, 0, 5, whole),
+        Call(2, pixels, 5, whole),
+    ]
 
 
 @pytest.mark.parametrize(

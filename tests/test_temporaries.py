@@ -71,7 +71,7 @@ def step_off_by(case: Case, degrees: dict[str, int], quant: str = "none") -> flo
     settings, request = ModelSettings(model=case.model, dtype=case.dtype, quant=quant), sample_request(case)
     _, measured = bytes_of_ranks(settings, degrees, request)
     facts = inspect_model(case.model, quant=quant)
-    estimated = activation_bytes(facts, Degrees(**degrees), Workload.of(request), dtype=case.dtype)
+    estimated = activation_bytes(facts, Degrees(**degrees), Workload.of(request), dtype=case.dtype, on_host=True)
     print(f"{case.model} {quant} {degrees} {case.dtype}: {estimated / measured - 1:+.1%}")
     return estimated / measured - 1
 

@@ -136,7 +136,10 @@ QWEN = FamilySpec(
     latent=LATENT,
     vae_class="AutoencoderKLQwenImage",
     activations=Activations(
-        mlp=Moment(7, hidden=2, text=5), attention=Moment(2, cut=3), referred=Moment(9, hidden=2, text=5)
+        mlp=Moment(7, hidden=2, text=5),
+        of_text=Moment(7, hidden=2, text=9),
+        attention=Moment(2, cut=3),
+        referred=Moment(9, hidden=2, text=5),
     ),
     text_length=512,
     tiny=TINY,

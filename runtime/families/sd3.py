@@ -176,7 +176,9 @@ SD3 = FamilySpec(
     shift=3.0,
     latent=LATENT,
     vae_class="AutoencoderKL",
-    activations=Activations(mlp=Moment(5, hidden=2, text=3), attention=Moment(5, text=2)),
+    activations=Activations(
+        mlp=Moment(5, hidden=2, text=3), of_text=Moment(4, hidden=2, text=7), attention=Moment(5, text=2)
+    ),
     text_length=512,
     tiny=TINY,
     after_gelu=rf"{BLOCK}\.(ff|ff_context)\.net\.2",

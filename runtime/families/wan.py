@@ -216,9 +216,10 @@ WAN = FamilySpec(
     latent=LATENT,
     vae_class="AutoencoderKLWan",
     activations=Activations(
-        mlp=Moment(4, hidden=2, text=0),
+        mlp=Moment(4, hidden=2, text=1),
+        of_text=Moment(1, cut=3, text=5),  # as the keys of a prompt are made
         attention=Moment(2, text=0),
-        widened=Moment(11, text=0),
+        widened=Moment(11, text=1),
         undealt=1,
     ),
     text_length=512,

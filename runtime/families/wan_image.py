@@ -110,10 +110,12 @@ WAN22_TI2V = replace(
     split=replace(WAN.split, split=(*WAN.split.split, TokenPlace("", "timestep")), joined=("image",)),
     latent=LATENT_22,
     activations=Activations(
-        mlp=Moment(16, hidden=2, text=0),
-        attention=Moment(14, text=0),
-        widened=Moment(32, text=0),
+        mlp=Moment(10, hidden=2, text=1),
+        of_text=Moment(1, cut=3, text=5),
+        attention=Moment(8, text=0),
+        widened=Moment(20, text=1),
         undealt=1,
+        float32=6,  # what each token is modulated by
     ),
     levels="frame",
     sees_kept_clean=True,
