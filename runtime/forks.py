@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from .host_memory import resident_bytes
+
 PACK_ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES_BYTES, RANK_BYTES = 450 << 20, 28 << 20
 """Of host memory, of no file: what torch and diffusers take where they are imported, and a rank beside them, with nothing
@@ -72,6 +74,14 @@ class Forks:
     def pid(self) -> int:
         """The number of the process that forks."""
         return self._process.pid
+
+    @property
+    def own_bytes(self) -> int:
+        """What all of them have in memory of their own. What was there when they were forked counts once; where one has written
+        to it since, that is left out, as it takes long to find out.
+        """
+        common = resident_bytes(self.pid).own
+        return common + sum(max(0, resident_bytes(fork.pid).own - common) for fork in self.all)
 
     def end(self) -> None:
         """End it, where it has not forked all of them yet; those that are there are their owners' to end."""

@@ -71,25 +71,12 @@ UNKNOWN = HostMemory()
 
 
 def resident_bytes(pid: int) -> Resident:
-    """What a process has in memory; nothing where that is not known. Pages that it has from the process it was forked from are
-    its own.
-    """
-    sizes = _sizes(pid, "status")
-    return Resident(*(sizes.get(name, 0) for name in ("VmRSS", "RssAnon", "RssShmem")))
-
-
-def own_bytes(pid: int) -> int:
-    """The same of its own, but of pages that forks have in common its share; Linux tells it since 5.3, and takes its time."""
-    return _sizes(pid, "smaps_rollup").get("Pss_Anon", resident_bytes(pid).own)
-
-
-def _sizes(pid: int, file: str) -> dict[str, int]:
-    """Bytes by name in a file that the system has of a process; none where it cannot be read."""
+    """What a process has in memory; nothing where that is not known."""
     try:
-        lines = map(str.split, Path(f"/proc/{pid}/{file}").read_text().splitlines())
-    except OSError:
-        return {}
-    return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[2:] == ["kB"]}
+        lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return Resident(*(int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon", "RssShmem")))
+    except (OSError, KeyError, ValueError, IndexError):
+        return Resident()
 
 
 def free_host_bytes() -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from .channel import Bell
 from .forks import PACK_ROOT, Fork, Forks, can_fork, kill_group
 from .heap import heap_environment
-from .host_memory import Resident, own_bytes, resident_bytes
+from .host_memory import Resident, resident_bytes
 from .plan import Plan
 from .protocol import Memory, RankReport
 from .rank_settings import KeepSettings, RankSettings
@@ -164,9 +164,8 @@ class Ranks:
     def resident_bytes(self) -> int:
         """What the system gets back when they end; what they share counts once."""
         each = [rank.resident for rank in self.all]
-        forked = [self._forks.pid, *(fork.pid for fork in self._forks.all)] if self._forks else []
-        own = map(own_bytes, forked) if forked else (resident.own for resident in each)
-        return sum(own) + max(resident.shared for resident in each)
+        own = self._forks.own_bytes if self._forks else sum(resident.own for resident in each)
+        return own + max(resident.shared for resident in each)
 
     @property
     def ready(self) -> int:

@@ -13,7 +13,6 @@ import pytest
 
 from runtime.bench.memory_watch import shared_once
 from runtime.forks import Forks, can_fork, kill_group, process_bytes
-from runtime.host_memory import own_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux")
 WAIT = 120.0
@@ -54,9 +53,8 @@ def test_each_is_a_process_of_its_own_with_its_own_pipes_and_its_own_end(forks):
     assert len(os.listdir(f"/proc/{forks.pid}/task")) == 1, "a thread was there when it forked"
     assert all(_own(fork.pid) < OWN for fork in (first, second))
     assert shared_once(forks.pid) > sum(map(_own, (first.pid, second.pid)))
-    every = (forks.pid, first.pid, second.pid)  # what was there when they were forked counts once
-    assert OWN < sum(map(own_bytes, every)) < sum(map(shared_once, every))
-    assert abs(process_bytes(("cpu",) * 2) / sum(map(own_bytes, every)) - 1) < 0.2
+    taken = sum(_kibibytes(pid, "Pss_Anon") for pid in (forks.pid, first.pid, second.pid)) * 1024
+    assert 0.8 < forks.own_bytes / taken < 1.02 and 0.8 < process_bytes(("cpu",) * 2) / taken < 1.2
     kill_group(first.pid)
     assert first.wait() == -9 and second.returncode is None
     second.stdin.close()
@@ -78,8 +76,12 @@ def test_they_are_forked_where_no_context_of_cuda_is_lost():
 
 def _own(pid: int) -> int:
     """Bytes that a process alone has."""
+    return (_kibibytes(pid, "Private_Dirty") + _kibibytes(pid, "Private_Clean")) * 1024
+
+
+def _kibibytes(pid: int, name: str) -> int:
     lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
-    return (int(lines["Private_Dirty"].split()[0]) + int(lines["Private_Clean"].split()[0])) * 1024
+    return int(lines[name].split()[0])
 
 
 def _gone(pid: int) -> None:
