@@ -88,7 +88,7 @@ def _bytes_of(
     exchanged = (image if form.attention.text == 0 else image + text) * _heads(facts, degrees.tensor)
     attention += exchanged * _exchange(*_sharing(degrees, load, heads=facts.heads // degrees.tensor), size)
     called = max((_at_call(each, facts, degrees.tensor, items, image, text, size) for each in linears), default=0)
-    undealt = form.undealt * (tokens - image) + words - text
+    undealt = form.undealt * (tokens - image) + _is_embedded_whole(facts) * (words - text)
     beside = undealt * size + (form.tables * tokens + form.float32 * image) * FLOAT32_BYTES
     tables = (form.head_tables + items * form.item_tables) * tokens * facts.head_dim * FLOAT32_BYTES
     widest = max(items * max(block, attention), called) + items * beside * width + tables
@@ -110,6 +110,11 @@ def _dealt(call: Call, facts: ModelFacts, degrees: Degrees, load: Workload) -> t
     is_dealt = any("text" in (place.stream, *place.behind) for place in facts.spec.split.split)
     tokens, words = (_filled(count, facts) for count in (load.tokens(facts.spec.patch, call=call), call.text))
     return (tokens, words), (-(-tokens // sharing), -(-words // (sharing if is_dealt else 1)))
+
+
+def _is_embedded_whole(facts: ModelFacts) -> bool:
+    """Whether the prompt is as wide as the model before it is dealt."""
+    return any(place.stream == "text" and place.module and place.argument for place in facts.spec.split.split)
 
 
 def _block(call: Call, facts: ModelFacts, tensor: int, image: int, text: int, size: int) -> float:

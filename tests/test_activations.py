@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -191,6 +192,43 @@ def test_tokens_that_the_model_fills_up_to_count(latent, text):
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not FAMILIES[name].picture_tokens])
 def test_also_in_every_family(family, name):
     assert abs(regions_off_by(family, **SHARED[name])) < NEAR
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(150))
+def test_also_for_whatever_is_asked(seed):
+    """Small pictures and videos with long prompts, of two lengths, with masks, in batches, over ranks."""
+    case, degrees = drawn_case(random.Random(seed))
+    request = sample_request(case)
+    kinds = {"dtype": case.dtype, "on_host": True}
+    estimated = activation_bytes(inspect_model(case.model), Degrees(**degrees), Workload.of(request), **kinds)
+    error = estimated / measured(case, degrees, request) - 1
+    print(f"{case} {degrees}: {error:+.1%}")
+    assert abs(error) < NEAR
+
+
+def drawn_case(draw: random.Random) -> tuple[Case, dict[str, int]]:
+    """A request of some family, and a plan for it."""
+    family = draw.choice(list(FAMILIES))
+    spec, degrees = (
+        FAMILIES[family],
+        draw.choice((*PLANS, *MORE_PLANS, {"ring": 2, "tensor": 2}, {"cfg": 2, "tensor": 2})),
+    )
+    batch = draw.randint(2, 3) if "data" in degrees else draw.choice([1, 1, 2, 3])
+    frames = (draw.choice([1, 1, 2, 3, 5]),) if spec.latent.dims == 3 else ()
+    sizes = (2 * draw.randint(4, 26), 2 * draw.randint(4, 26))
+    texts = (spec.text_length,) * 2 if spec.picture_tokens else (draw.randint(3, 200), draw.randint(3, 200))
+    case = Case(
+        model=f"random:{family}",
+        latent=(batch, spec.latent.channels, *frames, *sizes),
+        prompts=draw.choice([texts, texts[:1] * 2]),
+        steps=1,
+        cfg=4.0 if "cfg" in degrees else draw.choice([1.0, 4.0]),
+        padded=draw.random() < 0.2,
+        regions="masks" if draw.random() < 0.2 else "",
+        dtype=draw.choice(["fp32", "fp32", "bf16"]),
+    )
+    return case, degrees
 
 
 def regions_off_by(family: str, *, entries: Sequence[dict] = ({},), degrees: dict | None = None, **changes) -> float:

@@ -97,16 +97,18 @@ class Moment:
 class Activations:
     """The moments of a block at which most is held: inside the MLP; at attention but for the query, key and value and what
     their exchange adds; and, of a model in fewer bits, where most is `widened` to float32, each of which counts as two.
+
     `undealt` as wide as the model are on every rank for all tokens of the picture, since they are made before those are
-    dealt, as one is for those of a prompt that is dealt; so are `tables` of their positions, in float32 whatever the number format, which count in no moment, and those as
-    wide as a head: `head_tables`, the same for all items, and `item_tables`, of each its own. `last` is what is held as the
-    last Linear of the MLP is called, its input among that and its output not; where it is not given, one tensor less inside
-    the MLP than at its widest moment. `first` is that of the first Linear, in place of the widest moment without what is
-    hidden. `referred` is the moment inside the MLP where references stand beside the picture without noise, if it is another.
-    `of_text` is the widest moment of a long prompt, such as inside an MLP of its own; its `text` counts for the tokens of the
-    picture.
-    `float32` are as wide as the model for each of this rank's tokens of the picture at all of these moments, whatever the
-    number format.
+    dealt, as one is for those of a prompt that is dealt to a block; so are `tables` of their positions, in float32 whatever
+    the number format, which count in no moment, and those as wide as a head: `head_tables`, the same for all items, and
+    `item_tables`, of each its own. `float32` are as wide as the model for each of this rank's tokens of the picture at all of
+    these moments, whatever the number format.
+
+    `last` is what is held as the last Linear of the MLP is called, its input among that and its output not; where it is not
+    given, one tensor less inside the MLP than at its widest moment. `first` is that of the first Linear, in place of the
+    widest moment without what is hidden. `referred` is the moment inside the MLP where references stand beside the picture
+    without noise, if it is another. `of_text` is the widest moment of a long prompt, such as inside an MLP of its own; its
+    `text` counts for the tokens of the picture.
     """
 
     mlp: Moment
