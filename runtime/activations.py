@@ -7,32 +7,24 @@ with what that makes meanwhile; and the latents and prompts of the request. Not 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
 
 from .degrees import Degrees
-from .families.cuts import Moment
 from .families.spec import CLEAN
-from .footprint import DTYPE_BYTES, FLOAT32_BYTES, local_shape, shard_mode
+from .footprint import DTYPE_BYTES, FLOAT32_BYTES
 from .inspection import ModelFacts
-from .lora.size import Added, WorkedOut
-from .stored import IN_TORCH, Stored
-from .temporaries import call_bytes, changed_call_bytes
+from .linear_calls import QKV, CalledLinear, bytes_at_call, called_linears
+from .lora.size import WorkedOut
+from .moments import heads_width, moment_bytes
+from .stored import IN_TORCH
 from .workload import Call, Prompt, Workload
 
-TOKENS = Moment(1)
-"""As wide as the model, before a block."""
 LATENTS = 4
 """Of sampling in float32: the one that is given, noise, the sampler's own and its input; with a noise mask one more. What the
 model takes is joined of the branches, first in float32."""
 READ, TAKEN = 1, 1
 """Copies of a prompt: as it is read, and as the model takes it."""
-GELU = 2
-"""Inside an MLP: what it is of, and what it gives. More are in one with a gate, which is made beside what it is for."""
-QKV = 3
 ULYSSES = 6
 """Query, key and value on their way: as they are sent, and as they arrive."""
 ARRIVED = 3
@@ -59,7 +51,7 @@ def activation_bytes(
     form, size = facts.spec.activations, DTYPE_BYTES[dtype]
     if form is None:
         return 0
-    linears = _linears(facts, degrees.tensor, kernels, changes)
+    linears = called_linears(facts, degrees.tensor, kernels, changes)
     is_moved = not on_host or size < FLOAT32_BYTES
     calls = [
         _bytes_of(call, facts, degrees, load, size, linears)
@@ -77,17 +69,17 @@ def _bytes_of(
     degrees: Degrees,
     load: Workload,
     size: int,
-    linears: Sequence[_Linear],
+    linears: Sequence[CalledLinear],
 ) -> int:
     """What a rank has in a call of the model, but for what its entries read."""
     form, width = facts.spec.activations, facts.heads * facts.head_dim
     items = -(-load.batch * call.count // degrees.data)
     (tokens, words), (image, text) = _dealt(call, facts, degrees, load)
     block = _block(call, facts, degrees.tensor, image, text, size)
-    attention = _moment(form.attention, facts, degrees.tensor, image, text, size)
-    exchanged = (image if form.attention.text == 0 else image + text) * _heads(facts, degrees.tensor)
+    attention = moment_bytes(form.attention, facts, degrees.tensor, image, text, size)
+    exchanged = (image if form.attention.text == 0 else image + text) * heads_width(facts, degrees.tensor)
     attention += exchanged * _exchange(*_sharing(degrees, load, heads=facts.heads // degrees.tensor), size)
-    called = max((_at_call(each, facts, degrees.tensor, items, image, text, size) for each in linears), default=0)
+    called = max((bytes_at_call(each, facts, degrees.tensor, items, image, text, size) for each in linears), default=0)
     undealt = form.undealt * (tokens - image) + _is_embedded_whole(facts) * (words - text)
     beside = undealt * size + (form.tables * tokens + form.float32 * image) * FLOAT32_BYTES
     tables = (form.head_tables + items * form.item_tables) * tokens * facts.head_dim * FLOAT32_BYTES
@@ -122,8 +114,8 @@ def _block(call: Call, facts: ModelFacts, tensor: int, image: int, text: int, si
     form = facts.spec.activations
     inside = form.referred if form.referred and _is_clean(call, facts) else form.mlp
     moments = (inside, form.widened) if size < FLOAT32_BYTES else (inside,)
-    block = max(_moment(each, facts, tensor, image, text, size) for each in moments)
-    return max(block, _moment(form.of_text, facts, tensor, text, image, size) if form.of_text else 0)
+    block = max(moment_bytes(each, facts, tensor, image, text, size) for each in moments)
+    return max(block, moment_bytes(form.of_text, facts, tensor, text, image, size) if form.of_text else 0)
 
 
 def _filled(tokens: int, facts: ModelFacts) -> int:
@@ -139,10 +131,9 @@ def _is_clean(call: Call, facts: ModelFacts) -> bool:
 
 def _latents(load: Workload, call: Call, items: int, size: int) -> int:
     """Bytes of latents in sampling, of so many items that the model takes; what other calls have predicted waits beside them."""
-    numbers = math.prod(load.latent) // load.batch
-    waiting = call.others * load.latent[1]
-    held = load.batch * ((LATENTS + load.masked) * numbers + waiting)
-    return held * FLOAT32_BYTES + items * (FLOAT32_BYTES + size) * numbers
+    pixels = (LATENTS + load.masked) * math.prod(load.latent[2:]) + call.others
+    taken = items * (FLOAT32_BYTES + size) * math.prod(call.dims)
+    return load.latent[1] * (load.batch * pixels * FLOAT32_BYTES + taken)
 
 
 def _beside(facts: ModelFacts, load: Workload, call: Call, entries: Sequence[Prompt], size: int) -> int:
@@ -159,25 +150,6 @@ def _channels_beside(facts: ModelFacts) -> int:
         return 0
     patch = math.prod(facts.spec.patch) if facts.spec.packed else 1
     return facts.config["in_channels"] // patch - facts.spec.latent.channels
-
-
-def _moment(moment: Moment, facts: ModelFacts, tensor: int, image: int, text: int, size: int) -> float:
-    """Bytes that an item has at a moment, of so many tokens of the picture and of the prompt."""
-    width, heads = facts.heads * facts.head_dim, _heads(facts, tensor)
-    token = moment.whole * width + moment.cut * heads + moment.hidden * _hidden(facts) * heads / width
-    return size * (image * token + text * (token if moment.text is None else moment.text * width))
-
-
-def _heads(facts: ModelFacts, tensor: int) -> int:
-    """Features of the heads of the rank that has most."""
-    return -(-facts.heads // tensor) * facts.head_dim
-
-
-def _hidden(facts: ModelFacts) -> int:
-    """Features inside the MLP: the widest output that is left cut."""
-    columns = [shard.pattern for shard in facts.spec.tensor.linears if shard.mode == "column"]
-    linears = ((name.removesuffix(".weight"), shape) for name, shape in facts.shapes.items() if len(shape) == 2)
-    return max((shape[0] for name, shape in linears if any(re.fullmatch(each, name) for each in columns)), default=0)
 
 
 def _sharing(degrees: Degrees, load: Workload, *, heads: int) -> tuple[int, int]:
@@ -197,67 +169,3 @@ def _exchange(ring: int, ulysses: int, size: int) -> float:
     if ulysses == 1:
         return QKV * size + max(merging, size)
     return QKV * size + max(ULYSSES * size, ARRIVED * size + merging)
-
-
-class _Linear(NamedTuple):
-    """One that is not held as it is multiplied with: its shape on a rank, where in the model it is called, and what changes it."""
-
-    stored: Stored
-    shape: tuple[float, float]
-    place: Literal["first", "last", "attention", "once"]
-    changes: Sequence[Added] = ()
-
-
-def _linears(facts: ModelFacts, tensor: int, kernels: str, changes: WorkedOut) -> list[_Linear]:
-    """Those that differ: most blocks of one list have the same ones, but for what changes them."""
-    held = {name: facts.stored.get(name, Stored()) for name in (*facts.stored, *changes)}
-    alike = {
-        (
-            re.sub(r"\.\d+\.", ".0.", name, count=1),
-            facts.shapes[f"{name}.weight"],
-            stored.kind,
-            len(changes.get(name, ())),
-        ): name
-        for name, stored in held.items()
-        if f"{name}.weight" in facts.shapes
-    }
-    return [
-        _linear(facts, name, held[name], tensor, kernels)._replace(changes=changes.get(name, ()))
-        for name in alike.values()
-    ]
-
-
-def _linear(facts: ModelFacts, name: str, stored: Stored, tensor: int, kernels: str) -> _Linear:
-    out, into = facts.shapes[f"{name}.weight"]
-    stored = replace(stored, kernels=kernels, joined=tuple(replace(part, kernels=kernels) for part in stored.joined))
-    width, once = facts.heads * facts.head_dim, shard_mode(facts, name) == "gather" or not facts.spec.block_of(name)
-    place = "once" if once else "last" if into > width else "first" if out > width else "attention"
-    return _Linear(stored, local_shape(facts, name, tensor), place)
-
-
-def _at_call(linear: _Linear, facts: ModelFacts, tensor: int, items: int, image: int, text: int, size: int) -> float:
-    """Bytes that a rank has in the call of a Linear, of so many tokens of each item: what its block holds, and what it makes.
-
-    What is called once for an item, to modulate its tokens, is called where there is nothing but those.
-    """
-    form = facts.spec.activations
-    tokens = image + (text if form.mlp.text is None else 0)
-    if linear.place == "once":
-        tokens, moment = 1, TOKENS
-    elif linear.place == "attention":
-        moment = replace(form.attention, cut=form.attention.cut + QKV - 1)
-    elif linear.place == "last":
-        moment = form.last or replace(form.mlp, hidden=form.mlp.hidden - 1)
-    else:
-        moment = form.first or replace(form.mlp, hidden=form.mlp.hidden > GELU)
-    held = _moment(moment, facts, tensor, image, text, size)
-    call = linear.stored, linear.shape, items * tokens, size
-    return items * held + max(call_bytes(*call), _changed(*call, changes=linear.changes))
-
-
-def _changed(*call: Any, changes: Sequence[Added]) -> float:
-    """Bytes of a call whose weight is changed by these; 0 where there are none."""
-    if not changes:
-        return 0
-    whole, made = (max(getattr(each, size) for each in changes) for size in ("whole", "made"))
-    return changed_call_bytes(*call, changes=len(changes), whole=whole, made=made)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -166,7 +167,7 @@ class MemorySettings(Settings):
         text = text.strip()
         if not (_AMOUNT.fullmatch(text) or (text == AUTO and info.field_name == "resident_blocks")):
             auto = "auto, " if info.field_name == "resident_blocks" else ""
-            raise ValueError(f"{info.field_name} {text!r} is not one of: {auto}a count such as 2, a part such as 0.25")
+            raise ValueError(f"{info.field_name} {text!r} is not one of: {auto}a count to 9999, a part such as 0.25")
         return text
 
     @model_validator(mode="after")
@@ -181,7 +182,7 @@ class MemorySettings(Settings):
 
 def amount_of(text: str, total: int) -> int:
     """How many of `total` a count ("2") or a part ("0.25") is."""
-    return min(int(text), total) if text.isdigit() else math.ceil(float(text) * total)
+    return min(int(text), total) if text.isdigit() else math.ceil(Fraction(text) * total)
 
 
 class ModelSettings(Settings):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from .degrees import Degrees
 from .errors import Refused
@@ -13,6 +14,8 @@ from .parts import check_offload
 from .settings import AUTO, OFFLOAD_KINDS, MemorySettings
 
 Latent = tuple[int, ...]
+FEWER = ("1", "0")
+"""Blocks that are fetched ahead."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,7 @@ def smaller_that_fits(needs: Needs, degrees: Degrees) -> Smaller:
     """
     for offload in _offloads(needs):
         if not replace(needs, offload=offload).lack(degrees):
-            resident = "" if offload.resident_blocks == AUTO else f" and resident_blocks {offload.resident_blocks}"
-            return Smaller(f"offload {offload.offload}{resident} (Configure Memory)", offload=offload)
+            return Smaller(_changed(needs.offload, offload), offload=offload)
     for most, latent_of in _latents(needs):
         count = _largest(most, lambda count, latent_of=latent_of: _fits(needs, degrees, latent_of(count)))
         if count:
@@ -41,15 +43,26 @@ def smaller_that_fits(needs: Needs, degrees: Degrees) -> Smaller:
 
 
 def _offloads(needs: Needs) -> Iterator[MemorySettings]:
-    """The ways to keep blocks elsewhere that the model has, from the one that is asked for on."""
-    for kind in OFFLOAD_KINDS[max(1, OFFLOAD_KINDS.index(needs.offload.offload)) :]:
-        for resident in (AUTO, "0"):
-            offload = needs.offload.model_copy(update={"offload": kind, "resident_blocks": resident})
+    """The ways to keep blocks elsewhere that the model has, from the one that is asked for on; with fewer fetched ahead only
+    where that is what it takes.
+    """
+    kinds = OFFLOAD_KINDS[max(1, OFFLOAD_KINDS.index(needs.offload.offload)) :]
+    for prefetch in dict.fromkeys((needs.offload.prefetch, *FEWER)):
+        for kind, resident in product(kinds, (AUTO, "0")):
+            changes = {"offload": kind, "resident_blocks": resident, "prefetch": prefetch}
+            offload = needs.offload.model_copy(update=changes)
             try:
                 check_offload(needs.facts, offload)
             except Refused:
                 continue
             yield offload
+
+
+def _changed(asked: MemorySettings, offload: MemorySettings) -> str:
+    """What to set otherwise than was asked, in words."""
+    values = {name: getattr(offload, name) for name in ("offload", "resident_blocks", "prefetch")}
+    changed = [f"{name} {value}" for name, value in values.items() if value != getattr(asked, name)]
+    return f"{', '.join(changed[:-1])}{' and ' if changed[1:] else ''}{changed[-1]} (Configure Memory)"
 
 
 def _latents(needs: Needs) -> Iterator[tuple[int, Callable[[int], Latent]]]:

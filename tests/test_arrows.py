@@ -87,6 +87,8 @@ FACTS = (
     "lora.names",
     "lora.size",
     "temporaries",
+    "moments",
+    "linear_calls",
     "activations",
     "needs",
     "gain",

@@ -317,13 +317,14 @@ def test_weights_that_can_be_read_again_are_read_again(prefetch):
 
 
 @pytest.mark.parametrize(
-    ("text", "total", "amount"), [("0", 5, 0), ("2", 5, 2), ("9", 5, 5), ("0.25", 8, 2), ("0.25", 2, 1), ("1.0", 7, 7)]
+    ("text", "total", "amount"),
+    [("0", 5, 0), ("2", 5, 2), ("9", 5, 5), ("0.25", 8, 2), ("0.25", 2, 1), ("1.0", 7, 7), ("0.14", 50, 7)],
 )
 def test_a_count_or_a_part(text, total, amount):
     assert amount_of(text, total) == amount
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1.5", "half", "nan", "1e3", "0.1234567", "auto"])
+@pytest.mark.parametrize("text", ["", "-1", "1.5", "half", "nan", "1e3", "0.1234567", "auto", "10000"])
 def test_no_other_amount_is_taken(text):
     with pytest.raises(ValueError, match="prefetch"):
         MemorySettings(offload="layerwise", prefetch=text)

@@ -405,6 +405,27 @@ def test_a_model_that_fits_with_offload_says_so():
     assert make_plan(ParallelSettings(), many, machine, offload=offload).devices == ("cuda:0",)
 
 
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"resident_blocks": "8"}, r"fits: resident_blocks auto \(Configure Memory\)"),
+        ({"prefetch": "1.0"}, r"fits: prefetch 1 \(Configure Memory\)"),
+        ({"prefetch": "1.0", "resident_blocks": "8"}, r"fits: resident_blocks auto and prefetch 1 \(Conf"),
+    ],
+)
+def test_of_weights_that_stream_already_the_setting_that_is_too_large_is_named(asked, says):
+    """And with it as it says there is a plan."""
+    blocks = {f"blocks.{number}.{name}": shape for number in range(8) for name, shape in LARGE.shapes.items()}
+    many = replace(LARGE, shapes=blocks, layers=8)
+    machine = Machine(cuda=(CudaDevice("GPU", 160 << 10),))
+    offload = MemorySettings(offload="layerwise", **asked)
+    with pytest.raises(PlanRefused, match=says):
+        make_plan(ParallelSettings(), many, machine, offload=offload)
+    named = dict(re.findall(r"(resident_blocks|prefetch) (auto|1)", says))
+    fitting = offload.model_copy(update=named)
+    assert make_plan(ParallelSettings(), many, machine, offload=fitting).devices == ("cuda:0",)
+
+
 def test_to_find_that_nothing_fits_takes_under_a_second(tmp_path):
     """Of a model of published size on eight small GPUs, the largest of them last, so that every order is tried."""
     path = write_file(tmp_path / "model.safetensors", read_keys("original")["Wan 2.1 T2V 14B"])
