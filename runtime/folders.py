@@ -11,6 +11,7 @@ import secrets
 import shutil
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from .errors import Refused
@@ -40,10 +41,17 @@ class PrivateFolder:
             self.path.mkdir(mode=0o700)
             self._lock = _lock_new(self.path)
         except OSError as error:
+            other = "" if base == SHARED_MEMORY else ", or name another in TMPDIR"
             raise Refused(
                 f"cannot make the private folder {self.path}: {error.strerror}; "
-                "make that folder writable, or name another in TMPDIR"
+                f"make {base} writable, with room in it{other}"
             ) from error
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *raised: object) -> None:
+        self.remove()
 
     def remove(self) -> None:
         """Delete the folder with all that is in it."""
@@ -78,9 +86,13 @@ def _lock_new(folder: Path) -> int | None:
     if fcntl is None:
         return None
     unlocked = folder / "unlocked"
-    descriptor = os.open(unlocked, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    unlocked.rename(folder / "lock")  # locked before it can be seen under this name
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        descriptor = os.open(unlocked, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        undo.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unlocked.rename(folder / "lock")  # locked before it can be seen under this name
+        undo.pop_all()
     return descriptor
 
 

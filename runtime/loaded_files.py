@@ -1,6 +1,6 @@
 """Files that something was read from, as they were then, and whether they still are that.
 
-What tells is number, size and time of change of a file, as `stat` gives them: no content is read.
+What tells is number, size and times of change of a file, as `stat` gives them: no content is read.
 """
 
 from __future__ import annotations
@@ -18,22 +18,29 @@ NAMED = 3
 
 
 class FileState(NamedTuple):
-    """What is asked of a file: which one it is, its bytes, and when it was written to last."""
+    """What is asked of a file: which one it is, its bytes, when it was written to last, which a copy may set back (`cp -p`),
+    and when the system noted anything of it, new rights and links too.
+    """
 
     device: int
     inode: int
     nbytes: int
     changed_ns: int
+    noted_ns: int
 
     @classmethod
     def of(cls, file: str | os.PathLike | int) -> FileState:
         """Of a path, or of an open file by its number. Raises `OSError`."""
         status = os.stat(file)
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def is_same_file(self, other: FileState) -> bool:
         """Whether both are of one file, whatever is in it."""
         return self[:2] == other[:2]
+
+    def is_written(self, before: FileState) -> bool:
+        """Whether it says itself that it has been written to; new rights or links do not end a run."""
+        return self[2:4] != before[2:4]
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class LoadedFiles:
         return _named(
             f"{path} {_difference(was, now)}"
             for path, was, now in self._now()
-            if was and now and now != was and now.is_same_file(was)
+            if was and now and now.is_same_file(was) and now.is_written(was)
         )
 
     def check(self) -> Refused | None:
@@ -94,7 +101,7 @@ def _difference(was: FileState | None, now: FileState | None) -> str:
         return "has been replaced by another file"
     if now.nbytes != was.nbytes:
         return f"has been written to (it had {was.nbytes} bytes and has {now.nbytes})"
-    return "has been written to"
+    return "has been written to" if now.is_written(was) else "has been changed, though its time of writing is the same"
 
 
 def _state(path: str) -> FileState | None:

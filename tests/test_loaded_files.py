@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,6 +53,14 @@ def put_in_place(path: Path, content: bytes) -> None:
     new.replace(path)
 
 
+def write_in_secret(path: Path, content: bytes) -> None:
+    """As a copy does that takes over the time of its source."""
+    status = path.stat()
+    time.sleep(0.05)  # the system's clock of changes is coarse
+    write_over(path, content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
 def create_again(path: Path, content: bytes) -> None:
     path.unlink()
     path.write_bytes(content)
@@ -62,6 +71,11 @@ CHANGES = {
     "longer": (lambda path: write_over(path, b"longer"), True, r"has been written to \(it had 5 bytes and has 6\)"),
     "put in place": (lambda path: put_in_place(path, b"other"), False, "has been replaced by another file"),
     "created again": (lambda path: create_again(path, b"other"), None, "has been"),
+    "its time set back": (
+        lambda path: write_in_secret(path, b"other"),
+        False,
+        "though its time of writing is the same",
+    ),
     "gone": (Path.unlink, False, "cannot be found any more"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import subprocess
@@ -188,6 +189,17 @@ def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(Refused, match=r"private folder .*file/outrigger-.*TMPDIR"):
         PrivateFolder(tmp_path / "file")
+
+
+def test_a_folder_that_cannot_be_locked_is_removed_again(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folders.fcntl, "flock", full)
+    monkeypatch.setattr(folders, "SHARED_MEMORY", tmp_path)
+    with pytest.raises(Refused, match=f"No space left on device; make {tmp_path} writable, with room in it$"):
+        PrivateFolder(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_folders_are_swept_when_their_owner_was_killed_and_kept_while_it_lives(tmp_path):

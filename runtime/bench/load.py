@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..folders import PrivateFolder, temporary_base
 from ..mesh import Mesh
 from ..pipeline import Pipeline
 from ..progress import ignore_progress
@@ -49,11 +49,11 @@ def measure(*, size: Size = SIZE, rounds: int = ROUNDS, held: float = HELD_SECON
     `Refused` where there is no /proc.
     """
     needs_proc("load")
-    with tempfile.TemporaryDirectory(prefix="outrigger-bench-") as home:
-        file_bytes = write_model(Path(home), size)
-        timed = _run(home, rounds=rounds, held=0.0)
+    with PrivateFolder(temporary_base()) as folder:
+        file_bytes = write_model(folder, size)
+        timed = _run(str(folder), rounds=rounds, held=0.0)
         with MemoryWatch() as watch:
-            watched = _run(home, rounds=rounds, held=held, began=watch.add)
+            watched = _run(str(folder), rounds=rounds, held=held, began=watch.add)
     seconds = {plan: statistics.median(end - start for start, end in timed[plan]) for plan in PLANS}
     peaks = {plan: max(watch.most(start, end + held) for start, end in watched[plan]) for plan in PLANS}
     return {

@@ -10,7 +10,6 @@ import json
 import math
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from ..families.wan import WAN
+from ..folders import PrivateFolder, temporary_base
 from ..mesh import Mesh
 from ..offload.tensor_file import TensorFile
 from ..pipeline import Pipeline
@@ -81,12 +81,11 @@ def measure(*, size: Size = Size(), rounds: int = ROUNDS, limit: int = LIMIT_BYT
     blocks that are in memory at a time. Raises `Refused` where there is no /proc.
     """
     needs_proc("offload")
-    with tempfile.TemporaryDirectory(prefix="outrigger-bench-") as home:
-        folder = Path(home)
+    with PrivateFolder(temporary_base()) as folder:
         model_bytes = write_model(folder, size)
         reading = _reading_seconds(folder / WEIGHTS, size)
         size = size if size.latent else _fitting(size, reading)
-        task = {"size": asdict(size), "rounds": rounds, "folder": home}
+        task = {"size": asdict(size), "rounds": rounds, "folder": str(folder)}
         [resident] = run_sides(MODULE, [[json.dumps({**task, "memory": {}})]])
         with limited_group(limit) as group:
             join = {} if group is None else {"began": partial(put_into, group)}

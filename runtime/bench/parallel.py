@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from ..folders import PrivateFolder, temporary_base
 from .parallel_sides import SIDES, Size, sent_at_least, write_model
 from .sides import needs_proc, run_sides, say
 
@@ -36,8 +36,7 @@ def measure(*, size: Size = Size(), rounds: int = ROUNDS) -> dict[str, Any]:
     medians of the rounds, each in fresh processes; `rss_grown` has them all. Raises `Refused` where there is no /proc.
     """
     needs_proc("parallel")
-    with tempfile.TemporaryDirectory(prefix="outrigger-bench-") as home:
-        folder = Path(home)
+    with PrivateFolder(temporary_base()) as folder:
         write_model(folder, size)
         (folder / "size.json").write_text(json.dumps(vars(size)))
         memory = [_memory(folder, f"{number} of {rounds}") for number in range(1, rounds + 1)]

@@ -58,7 +58,7 @@ class TensorFile:
             if not count:
                 raise OSError(f"{self._file.name} ended while it was read: it has been changed")
             buffer, place = buffer[count:], place + count
-        if FileState.of(self._file.fileno()) != self._state:
+        if FileState.of(self._file.fileno()).is_written(self._state):
             raise OSError(f"{self._file.name} has been written to since the model was loaded")
 
     def announce(self, place: int, nbytes: int) -> None:
