@@ -44,6 +44,7 @@ def main(module: str, ends: Sequence[int]) -> None:
         while ranks:
             pid, status = os.wait()
             _tell(rank=ranks.pop(pid), status=os.waitstatus_to_exitcode(status))
+    os._exit(0)  # at once, as its memory is waited for
 
 
 def _stand_alone(read: int, write: int, ends: Iterable[int]) -> None:

@@ -107,12 +107,18 @@ class Forks:
             elif "pid" in told:
                 self.all[told["rank"]].pid = told["pid"]
             else:
-                self.all[told["rank"]].note_end(told["status"])
+                self._note_end(self.all[told["rank"]], told["status"])
         status = self._process.wait()
         for fork in self.all:  # of which it could not tell any more
             if fork.returncode is None and fork.pid:
                 kill_group(fork.pid)
             fork.note_end(status or 1)
+
+    def _note_end(self, ended: Fork, status: int) -> None:
+        """With the last of them goes what they had in common: whoever waits for it finds that memory free."""
+        if all(fork.returncode is not None for fork in self.all if fork is not ended):
+            self._process.wait()
+        ended.note_end(status)
 
 
 def kill_group(pid: int) -> None:

@@ -59,7 +59,7 @@ def test_each_is_a_process_of_its_own_with_its_own_pipes_and_its_own_end(forks):
     assert first.wait() == -9 and second.returncode is None
     second.stdin.close()
     assert second.wait() == 0
-    _gone(forks.pid)
+    assert not psutil.pid_exists(forks.pid), "what they have in common is still in memory"
 
 
 def test_all_end_when_they_are_stopped_before_they_are_there():
