@@ -76,9 +76,7 @@ def _bytes_of(
     items = -(-load.batch * call.count // degrees.data)
     (tokens, words), (image, text) = _dealt(call, facts, degrees, load)
     block = _block(call, facts, degrees.tensor, image, text, size)
-    attention = moment_bytes(form.attention, facts, degrees.tensor, image, text, size)
-    exchanged = (image if form.attention.text == 0 else image + text) * heads_width(facts, degrees.tensor)
-    attention += exchanged * _exchange(*_sharing(degrees, load, heads=facts.heads // degrees.tensor), size)
+    attention = _attention(facts, degrees, load, image, text, size)
     called = max((bytes_at_call(each, facts, degrees.tensor, items, image, text, size) for each in linears), default=0)
     undealt = form.undealt * (tokens - image) + _is_embedded_whole(facts) * (words - text)
     beside = undealt * size + (form.tables * tokens + form.float32 * image) * FLOAT32_BYTES
@@ -122,6 +120,18 @@ def _filled(tokens: int, facts: ModelFacts) -> int:
     """How many the model makes of so many tokens of a picture or of a prompt."""
     multiple = facts.spec.token_multiple
     return -(-tokens // multiple) * multiple
+
+
+def _attention(facts: ModelFacts, degrees: Degrees, load: Workload, image: int, text: int, size: int) -> float:
+    """Bytes that an item has at attention, that of picture and prompt or that of the picture alone."""
+    form = facts.spec.activations
+    sharing = _sharing(degrees, load, heads=facts.heads // degrees.tensor)
+    token = heads_width(facts, degrees.tensor) * _exchange(*sharing, size)
+    tokens = image if form.attention.text == 0 else image + text
+    both = moment_bytes(form.attention, facts, degrees.tensor, image, text, size) + tokens * token
+    if form.alone is None:
+        return both
+    return max(both, moment_bytes(form.alone, facts, degrees.tensor, image, text, size) + image * token)
 
 
 def _is_clean(call: Call, facts: ModelFacts) -> bool:

@@ -71,7 +71,8 @@ def bytes_at_call(
     if linear.place == "once":
         tokens, moment = 1, TOKENS
     elif linear.place == "attention":
-        moment = replace(form.attention, cut=form.attention.cut + QKV - 1)
+        attention = form.alone or form.attention
+        moment = replace(attention, cut=attention.cut + QKV - 1)
     elif linear.place == "last":
         moment = form.last or replace(form.mlp, hidden=form.mlp.hidden - 1)
     else:

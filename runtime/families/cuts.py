@@ -106,7 +106,8 @@ class Activations:
 
     `last` is what is held as the last Linear of the MLP is called, its input among that and its output not; where it is not
     given, one tensor less inside the MLP than at its widest moment. `first` is that of the first Linear, in place of the
-    widest moment without what is hidden. `referred` is the moment inside the MLP where references stand beside the picture
+    widest moment without what is hidden. `alone` is that at an attention of the picture alone, where blocks have one behind
+    that of both. `referred` is the moment inside the MLP where references stand beside the picture
     without noise, if it is another. `of_text` is the widest moment of a long prompt, such as inside an MLP of its own; its
     `text` counts for the tokens of the picture.
     """
@@ -119,6 +120,7 @@ class Activations:
     head_tables: float = 0.0
     item_tables: float = 0.0
     float32: float = 0.0
+    alone: Moment | None = None
     referred: Moment | None = None
     of_text: Moment | None = None
     last: Moment | None = None

@@ -177,7 +177,10 @@ SD3 = FamilySpec(
     latent=LATENT,
     vae_class="AutoencoderKL",
     activations=Activations(
-        mlp=Moment(5, hidden=2, text=3), of_text=Moment(4, hidden=2, text=7), attention=Moment(5, text=2)
+        mlp=Moment(5, hidden=2, text=3),
+        of_text=Moment(4, hidden=2, text=7),
+        attention=Moment(3, text=5),
+        alone=Moment(5, text=3),
     ),
     text_length=512,
     tiny=TINY,
