@@ -129,9 +129,9 @@ class ParallelSettings(Settings):
 class LoraSettings(Settings):
     """A LoRA file by absolute path, and how strongly it counts; negative takes away, 0 is off.
 
-    `strength_clip` is that of its part for the text encoder, where the model's own encodes the prompt; None for the same. Of
-    a pair of experts `expert` is the one that it is for. `fuse` folds it into weights that are plain and stay on the device: faster steps,
-    slower changes. `stamp` as for a model.
+    `strength_clip` is that of its part for the text encoder, where the model's own encodes the prompt; None for the same.
+    `expert` is the one of a pair that it is for. `fuse` folds it into plain weights that stay on the device: faster steps, slower
+    changes. `stamp` as for a model.
     """
 
     path: str = Field(min_length=1)
@@ -232,9 +232,9 @@ class SampleSettings(Settings):
     `add_noise` False starts from the latent as it is. The steps run are those from `start_at_step` to `end_at_step`;
     where the end cuts the schedule short, the last one still goes to sigma 0, unless `leftover_noise` is wanted.
     `shift` is the sigma shift of flow models, 0 for the model's own. Where `max_shift` is not 0, the shift follows from the
-    size of the picture instead, as ModelSamplingFlux sets it: between `base_shift` and it. With a middle prompt, `cfg` is
-    how far the positive one is moved away from it, and either `cfg_middle` how far that is moved away from the negative
-    one, or `neg_scale` how far from what only the negative one has (Perp-Neg).
+    size of the picture instead, as ModelSamplingFlux sets it: between `base_shift` and it. With a middle prompt, `cfg` says
+    how far the positive one is moved away from it, and either `cfg_middle` how far that is from the negative one, or
+    `neg_scale` how far from what only the negative one has (Perp-Neg).
     """
 
     seed: int = Field(default=0, ge=0, le=0xFFFFFFFFFFFFFFFF)
