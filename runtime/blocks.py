@@ -81,6 +81,7 @@ class BlockRunner:
         if self._running is None:
             self._fetch_ahead(self._expected[: self._prefetch])
 
+    @torch.compiler.disable  # what compiles blocks compiles what is between the hooks
     def _enter(self, number: int, block: nn.Module, args: Any) -> None:
         if number in self._taken and self._taken[number].has_failed:
             self._give_up(number)  # perhaps in a run that has ended: what it could not read may be there now
@@ -91,6 +92,7 @@ class BlockRunner:
         layout = self._weights[number].layout
         layout.put(layout.views(slot.buffer))
 
+    @torch.compiler.disable
     def _leave(self, number: int, block: nn.Module, args: Any, output: Any) -> None:
         self._running = None
         self._weights[number].layout.put(self._absent[number])

@@ -31,6 +31,7 @@ from runtime.reading import WeightFile
 from runtime.settings import MemorySettings, ModelSettings, amount_of
 from tests.ranks import (
     Case,
+    family_case,
     relative_error,
     run_as_threads,
     run_case,
@@ -339,3 +340,27 @@ def test_random_weights_are_in_no_file():
     settings = ModelSettings(model="random:wan", memory=MemorySettings(offload="disk"))
     with pytest.raises(ValueError, match="choose offload layerwise"):
         Pipeline.load(settings, mesh=Mesh.single(), progress=ignore_progress)
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8"])
+def test_compiled_blocks_are_streamed_as_well(quant):
+    """The weights come and go outside of what is compiled, which is no more than where they stay."""
+    case = family_case("flux", steps=2)
+    whole, streamed = (
+        ModelSettings(model=case.model, quant=quant, memory=memory)
+        for memory in (MemorySettings(), MemorySettings(offload="layerwise", resident_blocks="0"))
+    )
+    (reference, graphs), (latent, graphs_streamed) = (compiled_sample(each, case) for each in (whole, streamed))
+    assert relative_error(latent, reference) < SAME and graphs_streamed == graphs > 0
+
+
+def compiled_sample(settings: ModelSettings, case: Case) -> tuple[torch.Tensor, int]:
+    """The latent, and how many graphs were compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    pipeline = Pipeline.load(settings, mesh=Mesh.single(), progress=ignore_progress)
+    [expert] = pipeline.experts
+    for block in (*expert.transformer.transformer_blocks, *expert.transformer.single_transformer_blocks):
+        block.compile(backend="eager")
+    latent = pipeline.sample(sample_request(case), progress=ignore_progress)
+    return latent, torch._dynamo.utils.counters["stats"]["unique_graphs"]
