@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -71,6 +73,15 @@ class ModelFacts:
     def experts(self) -> tuple[ModelFacts, ...]:
         """The transformers that take turns: this one, and the expert of low noise where there is one."""
         return (self,) if self.low_noise is None else (self, self.low_noise)
+
+    @cached_property
+    def hidden(self) -> int:
+        """Features inside the MLP: the widest output that is left cut; 0 where the shapes are not known."""
+        columns = [shard.pattern for shard in self.spec.tensor.linears if shard.mode == "column"]
+        linears = ((name.removesuffix(".weight"), shape) for name, shape in self.shapes.items() if len(shape) == 2)
+        return max(
+            (shape[0] for name, shape in linears if any(re.fullmatch(each, name) for each in columns)), default=0
+        )
 
 
 def facts_of(family: FamilySpec, config: Mapping[str, Any], *, name: str = "", **parts: Any) -> ModelFacts:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from .families.cuts import Moment
 from .inspection import ModelFacts
 
@@ -11,17 +9,10 @@ from .inspection import ModelFacts
 def moment_bytes(moment: Moment, facts: ModelFacts, tensor: int, image: int, text: int, size: int) -> float:
     """Bytes that an item has at a moment, of so many tokens of the picture and of the prompt."""
     width, heads = facts.heads * facts.head_dim, heads_width(facts, tensor)
-    token = moment.whole * width + moment.cut * heads + moment.hidden * _hidden_width(facts) * heads / width
+    token = moment.whole * width + moment.cut * heads + moment.hidden * facts.hidden * heads / width
     return size * (image * token + text * (token if moment.text is None else moment.text * width))
 
 
 def heads_width(facts: ModelFacts, tensor: int) -> int:
     """Features of the heads of the rank that has most."""
     return -(-facts.heads // tensor) * facts.head_dim
-
-
-def _hidden_width(facts: ModelFacts) -> int:
-    """Features inside the MLP: the widest output that is left cut."""
-    columns = [shard.pattern for shard in facts.spec.tensor.linears if shard.mode == "column"]
-    linears = ((name.removesuffix(".weight"), shape) for name, shape in facts.shapes.items() if len(shape) == 2)
-    return max((shape[0] for name, shape in linears if any(re.fullmatch(each, name) for each in columns)), default=0)
