@@ -46,7 +46,8 @@ def activation_bytes(
     changes: WorkedOut = MappingProxyType({}),
 ) -> int:
     """The most that a rank works with beside the weights; 0 for a family for which that is not known. `on_host`: on the
-    processor. `kernels` are those for weights in 4 bits, and `changes` what LoRAs have worked out in each call, by the name of a Linear.
+    processor. `kernels` are those for weights in 4 bits, and `changes` what LoRAs have worked out in each call, by the name
+    of a Linear.
     """
     form, size = facts.spec.activations, DTYPE_BYTES[dtype]
     if form is None:
@@ -96,7 +97,7 @@ def _prompts(entries: Sequence[Prompt], facts: ModelFacts, load: Workload, *, is
 
 def _dealt(call: Call, facts: ModelFacts, degrees: Degrees, load: Workload) -> tuple[tuple[int, int], tuple[int, int]]:
     """Tokens of an item's picture and of its prompt, and how many of either the rank with most of them has."""
-    sharing = degrees.ring * degrees.ulysses * (degrees.cfg if load.branches == 1 else 1)
+    sharing = math.prod(_sharing(facts, degrees, load))
     is_dealt = any("text" in (place.stream, *place.behind) for place in facts.spec.split.split)
     tokens, words = (_filled(count, facts) for count in (load.tokens(facts.spec.patch, call=call), call.text))
     return (tokens, words), (-(-tokens // sharing), -(-words // (sharing if is_dealt else 1)))
@@ -125,8 +126,7 @@ def _filled(tokens: int, facts: ModelFacts) -> int:
 def _attention(facts: ModelFacts, degrees: Degrees, load: Workload, image: int, text: int, size: int) -> float:
     """Bytes that an item has at attention, that of picture and prompt or that of the picture alone."""
     form = facts.spec.activations
-    sharing = _sharing(degrees, load, heads=facts.heads // degrees.tensor)
-    token = heads_width(facts, degrees.tensor) * _exchange(*sharing, size)
+    token = heads_width(facts, degrees.tensor) * _exchange(*_sharing(facts, degrees, load), size)
     tokens = image if form.attention.text == 0 else image + text
     both = moment_bytes(form.attention, facts, degrees.tensor, image, text, size) + tokens * token
     if form.alone is None:
@@ -140,7 +140,7 @@ def _is_clean(call: Call, facts: ModelFacts) -> bool:
 
 
 def _latents(load: Workload, call: Call, items: int, size: int) -> int:
-    """Bytes of latents in sampling, of so many items that the model takes; what other calls have predicted waits beside them."""
+    """Bytes of latents in sampling, of so many items that the model takes, and of what other calls have predicted."""
     pixels = (LATENTS + load.masked) * math.prod(load.latent[2:]) + call.others
     taken = items * (FLOAT32_BYTES + size) * math.prod(call.dims)
     return load.latent[1] * (load.batch * pixels * FLOAT32_BYTES + taken)
@@ -162,9 +162,9 @@ def _channels_beside(facts: ModelFacts) -> int:
     return facts.config["in_channels"] // patch - facts.spec.latent.channels
 
 
-def _sharing(degrees: Degrees, load: Workload, *, heads: int) -> tuple[int, int]:
+def _sharing(facts: ModelFacts, degrees: Degrees, load: Workload) -> tuple[int, int]:
     """The degrees of ring and Ulysses in attention: an idle cfg axis makes one of them longer, as in `Sequence`."""
-    idle = degrees.cfg if load.branches == 1 else 1
+    heads, idle = facts.heads // degrees.tensor, degrees.cfg if load.branches == 1 else 1
     if degrees.ring == 1 and heads % (idle * degrees.ulysses) == 0:
         return 1, idle * degrees.ulysses
     return idle * degrees.ring, degrees.ulysses

@@ -87,8 +87,8 @@ class Conditioning(Message):
     `area` is a size and then an offset for each dim, in latent pixels: `(H, W, Y, X)`, or `(F, H, W, Z, Y, X)` for video;
     `area_percent` is the same in parts of the latent, and stands in the place of `area`. `mask` is `(H, W)`, `(N, H, W)`
     or `(N, F, H, W)`, of any resolution. With `area_from_mask` what holds all of it is the area; `mask_spans` say where that
-    starts and ends in the mask, its rows and its columns, for those that plan without reading it. From `start_percent` to `end_percent` of the way the entry is used. A `default`
-    entry fills what the others of its side leave over.
+    starts and ends in the mask, its rows and its columns, for those that plan without reading it. From `start_percent` to
+    `end_percent` of the way the entry is used. A `default` entry fills what the others of its side leave over.
     """
 
     embedding: Tensor

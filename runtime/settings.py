@@ -149,7 +149,6 @@ class MemorySettings(Settings):
     `resident_blocks` stay on the device all the same, and `prefetch` of the others are on their way while one runs: a count
     such as "2" or a part such as "0.25"; resident blocks "auto" are as many as the free memory holds. `fetch` is for ranks
     that share a picture's tokens: each copies its "own" blocks, or a part of each that they "gather"; "auto" measures once.
-
     `text_encoder_device` and `vae_device` "device": there all the time; "cpu": they run on the processor; "on-demand": read
     for each use, and let go of after it. "auto": the text encoder waits in host memory, the VAE on the device.
     """

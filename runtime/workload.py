@@ -153,10 +153,10 @@ class Workload:
 
 
 def _in_pixels(entry: Conditioning, dims: Sequence[int]) -> Conditioning:
-    """An entry with its area in pixels of a latent of these dims; with none where a mask decides that nobody has looked into."""
+    """An entry with its area in pixels of a latent of these dims; with none where a mask decides that nobody looked into."""
     if entry.area_from_mask:
         sizes = () if entry.mask is None else entry.mask.shape[-2:]
-        is_known = entry.mask_spans is not None and len(sizes) == 2 and math.prod(sizes) > 0
+        is_known = entry.mask_spans is not None and len(sizes) == 2 and math.prod((*sizes, *dims)) > 0
         return entry.model_copy(update={"area": area_of_mask(entry.mask_spans, sizes, dims) if is_known else None})
     if entry.area_percent is None or len(entry.area_percent) > 2 * len(dims):
         return entry

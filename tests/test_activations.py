@@ -162,6 +162,15 @@ def test_a_mask_counts_for_the_area_that_it_follows_to():
     assert regions_off_by("wan", entries=[{**fields, "mask_spans": None}]) > NEAR
 
 
+@pytest.mark.parametrize(("mask", "latent"), [((1, 0, 4), (8, 8)), ((4,), (8, 8)), ((1, 4, 4), (0, 8))])
+def test_what_has_no_area_is_left_to_the_job_to_refuse(mask, latent):
+    fields = {"mask": torch.zeros(mask), "area_from_mask": True, "mask_spans": ((0, 0), (0, 0))}
+    drawn = sample_request(family_case("wan"))
+    positive = (drawn.positive[0].model_copy(update=fields),)
+    request = drawn.model_copy(update={"positive": positive, "latent": torch.zeros(1, 16, 1, *latent)})
+    assert [entry.area for entry in Workload.of(request).prompts[0]] == [None]
+
+
 SMALL_AND_LONG = {
     "wan": {"ring": 3},
     "wan2.2-i2v": {},
